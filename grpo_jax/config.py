@@ -355,7 +355,9 @@ class LossConfig:
     @property
     def constants(self) -> dict[str, float]:
         """The numbers of `constant`, by name."""
-        pairs = (text.partition("=") for text in self.constant)
+        pairs = [text.partition("=") for text in self.constant]
+        if len({name for name, *_ in pairs}) < len(pairs):
+            raise UsageError(f"constant is {' '.join(self.constant)}: give each name once")
         try:
             numbers = {name: float(number) for name, _, number in pairs}
         except ValueError:
@@ -750,6 +752,7 @@ NEEDS: Mapping[str, tuple[str, Any]] = {
     **dict.fromkeys(options_of(CriticConfig()).keys() - {"critic"}, ("critic", "none")),
     "curriculum_bound": ("curriculum", 0),
     "support_size": ("support", "vocabulary"),
+    "kl_horizon": ("kl_target", None),
 }
 
 
@@ -766,6 +769,11 @@ def check_effects(options: Any) -> None:
     for name, (owner, off) in NEEDS.items():
         if {name, owner} <= values.keys() and values[name] != defaults[name] and values[owner] == off:
             raise UsageError(f"{name} has no effect while {owner} is {off!r}: set {owner}, or leave {name} out")
+    has_own_rate = hasattr(load_optimizer(values.get("optimizer", "adamw")), "update")
+    schedule = ("warmup_steps", "decay") if values.get("critic", "none") == "none" else ()  # a critic shares it
+    for name in ("learning_rate", *schedule) if has_own_rate else ():
+        if values[name] != defaults[name]:
+            raise UsageError(f"{name} has no effect on an optax transformation, which has its own rate: leave it out")
 
 
 def check_models(config: GRPOConfig, roles: Collection[str]) -> None:
@@ -839,6 +847,8 @@ def _steps(config: GRPOConfig, num_devices: int) -> Iterator[str]:
     if num_prompts % pieces:
         product = f"minibatches x microbatches x devices / tensor, {pieces}"
         yield f"num_prompts is {num_prompts}: it must be a multiple of {product}"
+    if options.piece_tokens and options.microbatches:
+        yield f"piece_tokens is {options.piece_tokens}, but microbatches sets the pieces: leave one of them out"
     if config.loss.objective.whole_batch and (options.microbatches != 1 or num_devices > 1):
         yield (
             f"preset {config.loss.preset} chooses among all tokens of an optimizer step: set microbatches and devices "

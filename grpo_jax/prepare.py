@@ -132,6 +132,10 @@ def load_model(
     width = pretrained.config.hidden_size
     if rank > width:
         raise UsageError(f"lora_rank is {rank}: it must be at most {width}, the width of the model")
+    if rank:
+        from grpo_jax.models.peft import targets_of  # loaded only for runs with adapters
+
+        targets_of(pretrained.config, options.lora_targets)
     if not rank or not weights:
         return pretrained
     params = with_adapters(pretrained.params, pretrained.config, options, jax.random.key(seed))

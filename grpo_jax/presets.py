@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from grpo_jax.data.types import hash_values
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.functional import PRESETS, Objective, check
-from grpo_jax.options import suggestion
+from grpo_jax.options import check_types, suggestion
 from grpo_jax.rewards.worker import digest_of_source, look_up, one_line
 
 _OWN = "Objective "  # begins the names of presets that were passed as values
@@ -31,6 +31,7 @@ def name_preset(preset: str | Objective) -> str:
     """Returns the name of a preset. That of an `Objective` holds it, for `preset_of`."""
     if not isinstance(preset, Objective):
         return preset
+    _check_fields(preset, "the Objective")
     sources = []
     for part in (part for field in preset if callable(field) for part in parts_of(field)):
         with suppress(OSError, TypeError):  # it was typed into a shell, or is no function
@@ -77,7 +78,17 @@ def _load(name: str, modified: int) -> Objective:
     objective = look_up("preset", name)
     if not isinstance(objective, Objective):
         raise UsageError(f"the preset {name!r} is of type {type(objective).__name__}: it must be an Objective")
+    _check_fields(objective, f"the preset {name}")
     return objective
+
+
+def _check_fields(objective: Objective, name: str) -> None:
+    """Raises if a field has another type, or if the term does not take its constants."""
+    try:
+        check_types(Objective, objective._asdict())
+        len(objective.numbers)  # binds the constants
+    except (UsageError, TypeError, ValueError) as error:
+        raise UsageError(f"{name} cannot be used: {error}") from None
 
 
 def preset_inputs(name: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """GRPO in five lines: a model, a reward and prompts. Use `training.train` for everything else."""
 
 import dataclasses
+import inspect
 import json
 import sys
 import time
@@ -116,6 +117,8 @@ class GRPOTrainer:
         hints = get_type_hints(GRPOTrainer.__init__)
         for name, value in settings.items():
             check_type(name, value, hints[name])
+        for name, hook in hooks.items():
+            _check_arguments(name, hook, "step", name.removeprefix("on_"))
         if tokenizer is not None and not hasattr(tokenizer, "apply_chat_template"):
             raise UsageError(f"tokenizer is {abbreviate(tokenizer)}: give a tokenizer of transformers")
         names = [getattr(tool, "__name__", "") for tool in tools]
@@ -296,9 +299,23 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     """Checks a value against its type hint. Converts NumPy scalars, lists, paths and dicts, which become JSON."""
     value = value.item() if isinstance(value, np.generic) else tuple(value) if isinstance(value, list) else value
     value = str(value) if isinstance(value, Path) and hint is str else value
-    value = json.dumps(value) if isinstance(value, Mapping) and hint is str else value  # chat_template_kwargs
+    if isinstance(value, Mapping) and hint is str:  # chat_template_kwargs
+        try:
+            value = json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{name} must hold values that JSON has: {error}") from None
     check_type(name, value, hint)
     return value
+
+
+def _check_arguments(name: str, function: Callable[..., Any], *arguments: str) -> None:
+    """Raises if a function does not take these arguments in this order."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise UsageError(f"{name} must take ({', '.join(arguments)}), but: {error}") from None
+    except ValueError:  # some functions in C have no signature
+        return
 
 
 def _checked_reward(reward: RewardLike | None) -> Rewards:

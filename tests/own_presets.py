@@ -22,3 +22,4 @@ kl_cov = grpo._replace(term=F.kl_cov_term, whole_batch=True).with_constants(shar
 soft = F.PRESETS["sapo"].with_constants(tau_positive=2.0)
 no_preset = 3
 fails = grpo._replace(term=lambda logprobs: logprobs)
+takes_nothing = grpo._replace(term=lambda: 0, constants={"cap": 1.0})

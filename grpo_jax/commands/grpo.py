@@ -36,6 +36,7 @@ from grpo_jax.prepare import (
     rate_warning,
     try_rewards,
 )
+from grpo_jax.rl.guards import check_task
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import import_wandb
 from grpo_jax.runs.progress import RunConsole, say
@@ -94,6 +95,7 @@ def main(options: Config) -> None:
 def show_start(options: Config, models: Models, task: Task) -> None:
     """Prints what a run would begin with: the notes, the memory plan, and the first prompt with its rewards."""
     pretrained, prompts = models["policy"], task.prompts(0)
+    check_task(task, options.train)
     scores = try_rewards(task, prompts.examples[0], pretrained, options.train.sampling.group_size)
     _, _, plan = apply_memory_plan(options, models, task)
     first = pretrained.tokenizer.decode(prompts.tokens.ids[0][prompts.tokens.mask[0]].tolist())

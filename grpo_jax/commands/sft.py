@@ -185,7 +185,8 @@ def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
     if not config.task:
         raise UsageError("--task is needed: name a file of rows with a prompt and a completion")
     rows, name = read_rows(config.task), config.completion_column
-    if "text" not in rows[0] or config.template or {name, config.prompt_column, "messages"} & rows[0].keys():
+    has_columns = config.template or not _has_usual_columns(config)
+    if "text" not in rows[0] or has_columns or {name, config.prompt_column, "messages"} & rows[0].keys():
         return [_with_completion(config, row) for row in rows]
     if config.chat:
         raise UsageError("rows with a column text are whole texts outside a chat: leave out --chat")
@@ -194,10 +195,15 @@ def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
     return [Row({**row, config.prompt_column: text_column(row, "text"), name: None}, row.where) for row in rows]
 
 
+def _has_usual_columns(config: Config) -> bool:
+    """Returns whether no option names a column, so that rows may have messages or a text instead."""
+    return (config.prompt_column, config.completion_column) == ("prompt", "completion")
+
+
 def _with_completion(config: Config, row: Row) -> Row:
     """Returns a row whose completion is a text, or messages that end with the assistant's."""
     name, place = config.completion_column, f"{row.where}: column {config.completion_column}"
-    if name not in row and isinstance(row.get("messages"), list):
+    if _has_usual_columns(config) and name not in row and isinstance(row.get("messages"), list):
         place = f"{row.where}: column messages"
         messages = read_messages(row["messages"], place)
         first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), 0)

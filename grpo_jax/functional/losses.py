@@ -220,7 +220,7 @@ def grpo_loss(
     Raises:
       AssertionError: shapes disagree (at trace time).
       TypeError: the term has no such constant, or an argument is a list or a number instead of an array.
-      ValueError: there is a kl_coef, but no reference.
+      ValueError: there is a kl_coef, but no reference, or an entropy_coef, but no entropy.
 
     Examples:
       >>> logprobs, mask = jnp.log(jnp.array([[0.6, 0.5]])), jnp.array([[True, True]])
@@ -235,6 +235,8 @@ def grpo_loss(
             f"kl_coef is {kl_coef}: give ref_logprobs, or for a loss without KL kl_coef=0.0, which with_constants of a "
             "preset takes too"
         )
+    if entropy is None and not is_zero(entropy_coef):
+        raise ValueError(f"entropy_coef is {entropy_coef}: give entropy too, or leave it out")
     if weights is None:
         weights = sequence_mean_weights(completion_mask)
     # Neither the reference nor a critic that computed the advantages learns from this loss.

@@ -138,6 +138,8 @@ def to_rewards(reward: RewardLike) -> Rewards:
     components = {name: part if isinstance(part, Component) else Component(part) for name, part in named.items()}
     for name, component in components.items():
         _check_weight(name, component.weight)
+        if name == "std" or name.removesuffix("_std") in components.keys() - {name}:
+            raise UsageError(f"a reward is called {name}, as is a deviation in metrics.jsonl: give it another name")
     weights = {name: component.weight for name, component in components.items()}
     graders = {name: part.reward for name, part in components.items() if hasattr(part.reward, "counts")}
     return Rewards(components, weights, graders)

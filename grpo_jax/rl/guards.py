@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.config import BY_PART, GRPOConfig
+from grpo_jax.config import BY_PART, GRPOConfig, SamplingConfig
 from grpo_jax.data.types import Span
 from grpo_jax.errors import UsageError
 from grpo_jax.rl.interaction import interaction_of
@@ -56,6 +56,8 @@ def check_task(task: Task, config: GRPOConfig) -> None:
             f'advantages_of "{loss.advantages_of}" does not suit this task: "turns" is for tasks with an environment, '
             '"spans" for completions of one turn'
         )
+    if sampling.curriculum_bound != SamplingConfig.curriculum_bound and task.encode is not None:
+        raise UsageError("curriculum_bound is for the levels of generators, and this task has none: leave it out")
     counting = [name for name, weight in task.rewards.weights.items() if weight]
     if loss.advantages_of == "components" and len(counting) < 2:
         raise UsageError(

@@ -82,6 +82,9 @@ class TaskOptions:
     """Megabytes that a process of the environment may allocate beyond what loading it took; None: no limit."""
 
 
+_OF_REPLIES = ("reply_deadline", "reply_budget", "reply_memory_mb")
+
+
 def check_task_options(options: TaskOptions, *, needs_reward: bool = True) -> tuple[str, ...]:
     """Checks the options before a model is loaded, and returns the texts of the rewards to open.
 
@@ -110,6 +113,9 @@ def check_task_options(options: TaskOptions, *, needs_reward: bool = True) -> tu
         raise UsageError(f"--prompt-column is for rows of your own, not for {options.task}: leave it out")
     if bool(options.environment) + bool(options.tools) + bool(options.environment_factory) > 1:
         raise UsageError("--environment, --tools and --environment-factory all answer the policy: give one of them")
+    replies = next((name for name in _OF_REPLIES if getattr(options, name) != getattr(TaskOptions, name)), None)
+    if replies and not (options.environment or options.tools or options.environment_factory):
+        raise UsageError(f"{replies} is for tasks with an environment, and this one has none: leave it out")
     if options.environment_factory and (
         not has_rows or options.template is not None or options.prompt_column != "prompt"
     ):

@@ -69,7 +69,11 @@ def write_inputs(folder: Path) -> Path:
     ]
     write_rows(folder / "rows.jsonl", rows)
     write_rows(folder / "numbers.jsonl", [{"prompt": "1+1=", "completion": text} for text in ("2", 2)])
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    write_rows(folder / "talks.jsonl", [{"messages": messages}] * 9)
+    write_rows(folder / "texts.jsonl", [{"text": f"{i}+{i}={2 * i}"} for i in range(9)])
     (folder / "rewards.py").write_text(LOW)
+    (folder / "rates.py").write_text("import optax\n\nready = optax.adam(1e-3)\n")
     (folder / "numbers.json").write_text('{"run_dir": 3}')
     (folder / "game.py").write_text(GAME)
     return folder

@@ -113,6 +113,7 @@ OPTIONS = [
     (lambda: F.hinge_loss(A, A, ref_chosen=A), ["ref_chosen", "ref_rejected"]),
     (lambda: F.ipo_loss(A, A, A, A, rejected_length=A), ["rejected_length", "chosen_length"]),
     (lambda: GRPO.loss(*ARGUMENTS), ["give ref_logprobs"]),
+    (lambda: F.grpo_loss(*ARGUMENTS, entropy_coef=0.1), ["entropy_coef is 0.1", "give entropy"]),
     (lambda: F.PRESETS["drgrpo"], ["no preset drgrpo", "dr_grpo"]),
     (lambda: F.PRESETS["rloo"].loss(*ARGUMENTS, ref_logprobs=X), ["kl_penalized_rewards"]),
     (lambda: F.check(GRPO, group_size=1), ["group_size is 1", "at least 2"]),

@@ -37,6 +37,7 @@ OF_COMPLETIONS = ("rloo", "gmpo", "luspo", "companion_post", "introduction_post"
 OPTIONS = [
     (RUN, {"group_size": 1}, "group_size"),
     (RUN, {"num_prompts": 6, "microbatches": 4}, "num_prompts"),
+    (RUN, {"microbatches": 1, "piece_tokens": 64}, "piece_tokens is 64, but microbatches sets the pieces"),
     (RUN, {"temperature": 0.5, "temperature_spread": -0.6}, "temperature"),
     (RUN, {"temperature_spread": float("inf")}, "temperature"),
     (RUN, {"epsilon_low": 2.0}, "epsilon_low is 2.0"),

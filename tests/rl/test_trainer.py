@@ -305,6 +305,11 @@ BAD_OPTIONS = [
     ({"wandb": True}, "wandb is True: it must be a text"),
     ({"on_rollout": 3}, "on_rollout is 3: it must be a function"),
     ({"on_line": 3}, "on_line is 3: it must be a function"),
+    ({"on_rollout": lambda rollout: 0}, r"on_rollout must take \(step, rollout\), but: too many"),
+    ({"on_line": lambda step, line, more: 0}, r"on_line must take \(step, line\), but: missing"),
+    ({"chat_template_kwargs": {"a": {1}}}, "chat_template_kwargs must hold values that JSON has"),
+    ({"optimizer": optax.adam(1e-3), "learning_rate": 0.5}, "learning_rate has no effect on an optax"),
+    ({"reward_model": {"std": Threes()}}, "a reward is called std"),
     ({"output_dir": "run"}, "output_dir is called run_dir here"),
     (
         {"gradient_accumulation_steps": 4},
