@@ -803,7 +803,9 @@ def _constants(loss: LossConfig, config: GRPOConfig) -> Iterator[str]:
         if value is None and number is not None:
             yield f"{name} is None, but preset {loss.preset} needs it: {number} is its own"
     for name, value in loss.constants.items():
-        if name not in known - {*SHORT}:
+        if name in SHORT:
+            yield f"constant names {name}, which is an option of its own: set {name}"
+        elif name not in known:
             yield f"{name} is no constant of this run: constant sets {', '.join(sorted(known - {*SHORT})) or 'none'}"
         if not FLOAT32.contains(value) or (value < 0 and loss.preset in PRESETS):
             yield f"{name} is {value}: it must be at least 0, and {FLOAT32.words}"

@@ -1,15 +1,13 @@
 """Presets of a run: the published ones by name, and an `Objective` of the user's, from a file or as a value."""
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.data.types import hash_values
+from grpo_jax.data.types import hash_values, sources_of
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.functional import PRESETS, Objective, check
 from grpo_jax.options import check_types, suggestion
@@ -32,22 +30,11 @@ def name_preset(preset: str | Objective) -> str:
     if not isinstance(preset, Objective):
         return preset
     _check_fields(preset, "the Objective")
-    sources = []
-    for part in (part for field in preset if callable(field) for part in parts_of(field)):
-        with suppress(OSError, TypeError):  # it was typed into a shell, or is no function
-            sources.append(inspect.getsource(part))
+    sources = [source for field in preset if callable(field) for source in sources_of(field)]
     flags = [field for field in preset if isinstance(field, bool | int | float)]
     name = OwnPreset(f"{_OWN}{hash_values(preset.numbers, flags, sources)[:12]}")
     name.objective = preset
     return name
-
-
-def parts_of(function: Any) -> Iterator[Callable[..., Any]]:
-    """Yields a function and those that it wraps or encloses."""
-    yield function
-    cells = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
-    for part in filter(callable, (getattr(function, "func", None), *cells)):
-        yield from parts_of(part)
 
 
 def preset_of(name: str) -> Objective:
@@ -67,6 +54,8 @@ def preset_of(name: str) -> Objective:
     if ":" in str(name):
         file = user_path(name.rpartition(":")[0])
         return _load(name, file.stat().st_mtime_ns if file.is_file() else 0)
+    if str(name).endswith(".py"):
+        raise UsageError(f"the preset {name} is a file: name the Objective in it, as {name}:NAME")
     if name not in PRESETS:
         raise UsageError(f"there is no preset {name}: {suggestion(name, PRESETS)}")
     return PRESETS[name]

@@ -17,7 +17,7 @@ from grpo_jax.data.episodes import Environment, ReplyFn, environment as environm
 from grpo_jax.data.generators import PREFIX, parse_generators
 from grpo_jax.data.rows import SUFFIXES, read_rows, remove_nulls
 from grpo_jax.data.text import Message, uses_chat
-from grpo_jax.data.types import Component
+from grpo_jax.data.types import Component, hash_values, sources_of
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError, abbreviate, user_path
 from grpo_jax.models.chat import Chat, make_chat, reply_encoder, reply_reader
@@ -184,6 +184,9 @@ class GRPOTrainer:
         prepared = prepare(options, self._models, task)
         folder = self._resumed or choose_folder(self._run_dir, resume=False)
         self.run = open_folder(folder, dataclasses.asdict(prepared.options), wandb=self._wandb)
+        sources = {name: sources_of(part.reward) for name, part in self._reward.components.items()}
+        named = {f"source of reward {name}": hash_values(*source) for name, source in sources.items() if source}
+        self.run.keep_inputs("rewards", named)
         begin(self.run, prepared, chat=self._chat)
         programs, phase = prepared.programs, PHASES[0]
         arguments = (prepared.params, task, programs.config, self.run, programs)

@@ -1,9 +1,11 @@
 """Types of data: examples, prompts, completions and rewards. Also checks of rewards, and digests of data and files."""
 
 import hashlib
+import inspect
 import json
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -209,6 +211,27 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
     names = sorted(names)
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(names, pool.map(hash_file, (folder / name for name in names)), strict=True))
+
+
+def parts_of(function: Any) -> list[Callable[..., Any]]:
+    """Returns a function and those that it wraps or encloses."""
+    parts = [function]
+    for part in parts:  # which grows
+        inner = [getattr(part, "func", None)]
+        for cell in getattr(part, "__closure__", None) or ():
+            with suppress(ValueError):  # it is still empty
+                inner.append(cell.cell_contents)
+        parts += [x for x in inner if callable(x) and not any(x is known for known in parts)]
+    return parts
+
+
+def sources_of(function: Any) -> list[str]:
+    """Returns the source code of `parts_of` a function, as far as Python knows it."""
+    sources = []
+    for part in parts_of(function):
+        with suppress(OSError, TypeError):  # it was typed into a shell, or is no function
+            sources.append(inspect.getsource(part))
+    return sources
 
 
 def hash_values(*values: Any) -> str:

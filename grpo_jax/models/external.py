@@ -89,10 +89,7 @@ def function_policy(
     )
 
 
-_RECOMPUTES = (
-    "the model has no cache, so each sampled token computes its prompt and completion again, as often as a completion "
-    "has tokens: pass cache to sample faster"
-)
+_RECOMPUTES = "without a cache, each sampled token computes all tokens before it again: pass cache to sample faster"
 
 
 def _no_init(key: jax.Array) -> Params:

@@ -29,6 +29,7 @@ from rich.console import Console
 
 from grpo_jax import functional, hosts
 from grpo_jax.config import BEST_CORRECTION, check_effects, with_options
+from grpo_jax.data.types import parts_of
 from grpo_jax.devices import COMPILING
 from grpo_jax.errors import Interruption, UsageError, flush_output, lacking, open_nowhere, reading, user_path
 from grpo_jax.functional.numerics import constants_of
@@ -46,7 +47,7 @@ from grpo_jax.options import (
     replace_options,
     unique_names,
 )
-from grpo_jax.presets import parts_of, preset_of
+from grpo_jax.presets import preset_of
 from grpo_jax.runs import progress, runner
 from grpo_jax.runs.files import COMMAND
 from grpo_jax.runs.folder import RunFolder, choose_folder, open_folder, options_of_run

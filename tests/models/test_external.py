@@ -171,7 +171,7 @@ def test_training_is_that_of_our_decoder_and_resumes(kind, devices, tmp_path, ou
     assert [line["reward"] for line in run.lines()] == our_run[1]
     jax.tree.map(partial(assert_allclose, atol=1e-4), end, our_run[0])
     warnings = tmp_path / "warnings.jsonl"
-    assert (warnings.exists() and "has no cache" in warnings.read_text()) == (kind == "no_cache")
+    assert (warnings.exists() and "without a cache" in warnings.read_text()) == (kind == "no_cache")
 
 
 def test_the_program_of_the_page_changes_the_module(tmp_path):

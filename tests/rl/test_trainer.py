@@ -481,6 +481,9 @@ def test_a_trainer_continues_its_newest_run(folder, tmp_path):
     for prompts, heldout in ((["9+9=", *PROMPTS[1:]], HELDOUT), (PROMPTS, ["9+9="])):
         with refused("not what they were when the run in .* began"):
             resume(heldout=heldout).train(prompts)
+    with refused("source of reward reward"):
+        resume = functools.partial(GRPOTrainer, folder, lambda rows, texts: [1.0] * len(texts), resume=True)
+        resume(heldout=HELDOUT, run_dir=tmp_path / "cut").train(PROMPTS)
 
 
 def test_a_given_tokenizer_is_that_of_the_run_and_of_the_export(folder, tmp_path):
