@@ -205,7 +205,7 @@ def test_command_lines(inputs, method, examples):
 
 
 @pytest.mark.parametrize("command", [evaluate, sample])
-@profiles(6, 200)
+@profiles(20, 200)
 def test_command_lines_of_evaluations_and_samples(inputs, command, examples):
     base = ["model", "--no-compilation-cache", *GRADED]
 
@@ -216,7 +216,7 @@ def test_command_lines_of_evaluations_and_samples(inputs, command, examples):
     fuzz(examples, flags_of(command.Options), lambda words: starts(lambda: run(words)))
 
 
-@profiles(8, 250)
+@profiles(48, 250)
 def test_files_of_options(inputs, examples):
     types = option_types(train.module_of("grpo").Config)
     names = st.sampled_from(sorted(types.keys() - FIXED | {"run_dir", "config", "resume"}))
