@@ -32,7 +32,7 @@ from grpo_jax.options import (
     replace_options,
 )
 from grpo_jax.presets import check_objective, name_preset, preset_inputs, preset_of
-from grpo_jax.rewards.worker import digest_of_source, look_up
+from grpo_jax.rewards.worker import digest_of_source, look_up_once
 
 if TYPE_CHECKING:
     Preset = str
@@ -176,7 +176,7 @@ def load_optimizer(optimizer: Any) -> Any:
         raise UsageError(
             f"there is no optimizer {optimizer!r}: take {' or '.join(OPTIMIZERS)}, or name your own as file.py:name"
         )
-    own = look_up("optimizer", optimizer) if isinstance(optimizer, str) else optimizer
+    own = look_up_once("optimizer", optimizer) if isinstance(optimizer, str) else optimizer
     if not (callable(own) or (isinstance(own, tuple) and hasattr(own, "update"))):
         raise UsageError(
             f"the optimizer {optimizer!r} is of type {type(own).__name__}: it must be an optax transformation, or a "

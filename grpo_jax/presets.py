@@ -1,17 +1,16 @@
 """Presets of a run: the published ones by name, and an `Objective` of the user's, from a file or as a value."""
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.data.types import hash_values, sources_of
-from grpo_jax.errors import UsageError, user_path
+from grpo_jax.errors import UsageError
 from grpo_jax.functional import PRESETS, Objective, check
 from grpo_jax.options import check_types, suggestion
-from grpo_jax.rewards.worker import digest_of_source, look_up, one_line
+from grpo_jax.rewards.worker import digest_of_source, look_up_once, one_line
 
 _OWN = "Objective "  # begins the names of presets that were passed as values
 
@@ -52,8 +51,7 @@ def preset_of(name: str) -> Objective:
     if str(name).startswith(_OWN):
         raise UsageError(f"the run began with an Objective as preset ({name}): pass it again")
     if ":" in str(name):
-        file = user_path(name.rpartition(":")[0])
-        return _load(name, file.stat().st_mtime_ns if file.is_file() else 0)
+        return _load(name)
     if str(name).endswith(".py"):
         raise UsageError(f"the preset {name} is a file: name the Objective in it, as {name}:NAME")
     if name not in PRESETS:
@@ -61,10 +59,9 @@ def preset_of(name: str) -> Objective:
     return PRESETS[name]
 
 
-@cache
-def _load(name: str, modified: int) -> Objective:
-    """Loads an `Objective` from a file, and again when the file is modified."""
-    objective = look_up("preset", name)
+def _load(name: str) -> Objective:
+    """Loads an `Objective` from a file or a module."""
+    objective = look_up_once("preset", name)
     if not isinstance(objective, Objective):
         raise UsageError(f"the preset {name!r} is of type {type(objective).__name__}: it must be an Objective")
     _check_fields(objective, f"the preset {name}")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -217,7 +218,7 @@ def parts_of(function: Any) -> list[Callable[..., Any]]:
     """Returns a function and those that it wraps or encloses."""
     parts = [function]
     for part in parts:  # which grows
-        inner = [getattr(part, "func", None)]
+        inner: list[Any] = [part.func] if isinstance(part, partial) else []
         for cell in getattr(part, "__closure__", None) or ():
             with suppress(ValueError):  # it is still empty
                 inner.append(cell.cell_contents)

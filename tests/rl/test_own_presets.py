@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from tiny import refused, save_tiny_model
 from experiments.tasks import arithmetic
 from grpo_jax import GRPOTrainer, functional as F
 from grpo_jax.config import recipe, validate, with_options
+from grpo_jax.data.types import sources_of
 from grpo_jax.options import from_json
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_programs
@@ -204,3 +207,25 @@ def test_the_trainer_takes_constants_and_refuses_others(tmp_path):
     ):
         with refused(words):
             GRPOTrainer(model, lambda rows, texts: [0.0 for _ in texts], **options)
+
+
+def test_the_parts_of_functions_end():
+    """Of a function that calls itself, and of a value that has every attribute."""
+
+    def inner(rows, texts):
+        return inner
+
+    assert len(sources_of(inner)) == 1
+    assert sources_of(MagicMock()) == []
+
+
+def test_a_file_runs_once_until_it_is_modified(tmp_path, capsys):
+    file = tmp_path / "loud.py"
+    file.write_text("import optax\nprint('runs')\nmine = optax.sgd(0.1)\n")
+    for _ in range(2):
+        validate(recipe(optimizer=f"{file}:mine"))
+    assert capsys.readouterr().out == "runs\n"
+    file.write_text("print('runs again')\nmine = lambda schedule: schedule\n")
+    os.utime(file, ns=(1, 1))
+    validate(recipe(optimizer=f"{file}:mine"))
+    assert capsys.readouterr().out == "runs again\n"
