@@ -10,6 +10,7 @@ sampled tokens. We ran vLLM 0.32. For SGLang we rely on its public code and docu
   its environment sets `SGLANG_RETURN_ORIGINAL_LOGPROB`.
 - `seed` applies to the request in vLLM. SGLang uses it only with `--enable-deterministic-inference`.
 - vLLM takes options that a request leaves out from the model's generation_config.json.
+- `ignore_eos` leaves only the `stop_token_ids` in vLLM. In SGLang it leaves none.
 - `prompt_logprobs` (vLLM) scores the prompt, at temperature 1.
 - `stop` ends a completion after the token whose text completes one of the texts, and the tokens include it. A server
   that decodes several tokens at once may give further tokens, which are dropped here. `include_stop_str_in_output`

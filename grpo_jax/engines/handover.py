@@ -101,11 +101,11 @@ class Handover(NamedTuple):
     # (complete, probe) -> texts that the server scored
     proof: Callable[..., list[ScoredText]]
     # (server, version) -> fields of a request
-    name: Callable[[Server, str], Mapping[str, str]] = lambda server, version: {"model": server.model}
+    fields: Callable[[Server, str], Mapping[str, Any]]
 
     def complete(self, server: Server, version: str, body: Mapping[str, Any]) -> bytes:
         """Sends a request for a completion with a version of the parameters."""
-        return server.ask(COMPLETIONS, {**self.name(server, version), **body})
+        return server.ask(COMPLETIONS, {**self.fields(server, version), **body})
 
 
 # ---- proofs
@@ -150,11 +150,16 @@ def _reopen(server: Server, version: str) -> None:
     server.ask("/resume", {})
 
 
+def _name_model(server: Server, version: str) -> dict[str, Any]:
+    # Otherwise vLLM also ends a completion at the end token that transformers' defaults give the family.
+    return {"model": server.model, "ignore_eos": True}
+
+
 def _field(answer: Any, name: str) -> Any:
     return answer.get(name) if isinstance(answer, dict) else None
 
 
-VLLM = Handover(_is_version, _reload, _reopen, _prove_both)
+VLLM = Handover(_is_version, _reload, _reopen, _prove_both, _name_model)
 
 
 # ---- weights in a folder, through `engines.worker`
@@ -200,7 +205,7 @@ VLLM_ADAPTERS = Handover(
     partial(_load_adapter, "/v1"),
     partial(_unload_adapter, "/v1"),
     _prove_both,
-    lambda server, version: {"model": version},
+    lambda server, version: _name_model(server, version) | {"model": version},
 )
 
 
@@ -220,7 +225,13 @@ def _update_from_disk(server: Server, folder: Path) -> None:
         )
 
 
-SGLANG = Handover(_says_nothing, _update_from_disk, _says_nothing, _prove_sampled)
+SGLANG = Handover(
+    _says_nothing,
+    _update_from_disk,
+    _says_nothing,
+    _prove_sampled,
+    lambda server, version: {"model": server.model},
+)
 SGLANG_ADAPTERS = Handover(
     _says_nothing,
     partial(_load_adapter, ""),

@@ -227,4 +227,4 @@ class Dropping:
 
 def is_proof(body: dict[str, Any]) -> bool:
     """Returns whether a request only shows which parameters a server holds."""
-    return "prompt_logprobs" in body or "ignore_eos" in body
+    return "prompt_logprobs" in body or not body["stop_token_ids"]

@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
         config = tiny_config(VOCAB_SIZE, tie_word_embeddings=is_tied, **shape)
         save_pretrained(folder / name, jax.jit(decoder_policy(config).init)(jax.random.key(seed)), config)
         write_tokenizer(folder / name, VOCAB_SIZE)
-        defaults = {"temperature": 0.3, "top_k": 5, "repetition_penalty": 2.0}
+        defaults = {"temperature": 0.3, "top_k": 5, "repetition_penalty": 2.0, "eos_token_id": 2}  # 2 ends no row here
         (folder / name / "generation_config.json").write_text(json.dumps(defaults))
     return folder
 
