@@ -32,8 +32,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not VLLM.exists(), reason="ne
 VOCAB_SIZE = 64
 WORKER = ("--worker-extension-cls", "grpo_jax.engines.worker.PolicyWorker")
 RIGHT = ("--dtype", "float32", "--logprobs-mode", "processed_logprobs")
-OPTIONS = "--served-model-name the-model --enforce-eager --gpu-memory-utilization 0.1 --max-model-len 64 --max-num-batched-tokens 16384"
-OPTIONS += " --enable-lora --max-lora-rank 16 --host 127.0.0.1"
+OPTIONS = "--served-model-name the-model --enforce-eager --gpu-memory-utilization 0.1 --max-model-len 64"
+OPTIONS += " --max-num-batched-tokens 16384 --enable-lora --max-lora-rank 16 --host 127.0.0.1"
 VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
 VARIABLES |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
 RUN = "--num-prompts 4 --group-size 4 --max-tokens 8 --num-heldout 2 --eval-every 0"
