@@ -25,7 +25,7 @@ from experiments import whole_run
 from grpo_jax.config import PPO, GRPOConfig, recipe, validate, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl.ppo import add_critic, critic_policy
 from grpo_jax.runs.folder import RunFolder

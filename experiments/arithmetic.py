@@ -23,8 +23,8 @@ from experiments.tasks import arithmetic
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.options import Fraction
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags

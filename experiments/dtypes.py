@@ -24,8 +24,8 @@ from experiments.tasks import arithmetic
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.params.rounding import round_to_nearest
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.rounding import round_to_nearest
 from grpo_jax.options import Positive
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.programs import make_programs

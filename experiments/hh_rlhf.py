@@ -81,11 +81,11 @@ from grpo_jax.data.types import Component, Reward
 from grpo_jax.devices import devices_of, place
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import Chat
-from grpo_jax.models.heads import add_head
+from grpo_jax.models.decoder.heads import add_head
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.params import join, split
+from grpo_jax.models.params.tree import join, split
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.offline.pairs import pair_batches, pair_rewards, reward_model_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective, text_nll

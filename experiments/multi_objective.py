@@ -48,8 +48,8 @@ from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, pad_completions, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Size
 from grpo_jax.rewards.reward import RewardLike

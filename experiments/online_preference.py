@@ -44,10 +44,10 @@ from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, Example, pad_completions, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.heads import add_head
+from grpo_jax.models.decoder.heads import add_head
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Fraction, Size
 from grpo_jax.rewards.learned import RewardModel, reward_function

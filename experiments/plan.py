@@ -36,12 +36,12 @@ from experiments.planning.traffic import Exchange, learn_traffic, moved, sample_
 from grpo_jax.config import PPO, GRPOConfig, ModelOptions, PlannedRemat, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import CPU, Traits, traits_of_gpu
-from grpo_jax.models import sharding
 from grpo_jax.models.config import Dtype, ModelConfig
+from grpo_jax.models.decoder.transformer import param_shapes
 from grpo_jax.models.huggingface import model_folder, read_config
-from grpo_jax.models.params import Quantize
+from grpo_jax.models.params import sharding
+from grpo_jax.models.params.tree import Quantize
 from grpo_jax.models.policy import suits_cudnn
-from grpo_jax.models.transformer import param_shapes
 from grpo_jax.options import Count, Size, Weight, check_ranges
 from grpo_jax.planning.memory import (
     GB,

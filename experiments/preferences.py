@@ -38,9 +38,9 @@ from grpo_jax.data.preferences import EncodedPairs, with_mismatched
 from grpo_jax.data.types import rng
 from grpo_jax.functional import dpo_loss, kto_loss
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.offline.pairs import (
     PairBatch,
     kto_objective,

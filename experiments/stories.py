@@ -23,8 +23,8 @@ import numpy as np
 from experiments.tasks.stories import repeated_share, stories_task
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe
 from grpo_jax.devices import devices_of, place
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.prepare import load_model
 from grpo_jax.rl.evaluate import Evaluation, Samples
 from grpo_jax.rl.guards import length_warning

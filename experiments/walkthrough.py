@@ -38,10 +38,10 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional import Objective
 from grpo_jax.models.chat import Chat
 from grpo_jax.models.config import Dtype
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.params import split
+from grpo_jax.models.params.tree import split
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.prepare import load_model
 from grpo_jax.rewards.reward import to_rewards

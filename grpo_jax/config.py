@@ -11,7 +11,7 @@ from grpo_jax.functional import PRESETS, Objective
 from grpo_jax.functional.numerics import constants_of, is_zero
 from grpo_jax.functional.presets import CORRECTIONS
 from grpo_jax.models.config import AttentionKind, Dtype, Rounding, Router
-from grpo_jax.models.params import TARGETS, Quantize, Target
+from grpo_jax.models.params.tree import TARGETS, Quantize, Target
 from grpo_jax.options import (
     FLOAT32,
     Bound,

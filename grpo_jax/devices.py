@@ -1,7 +1,7 @@
 """Running programs on one or many devices, moving arrays between host and devices, and measuring speed and memory.
 
 `Devices` lists the devices of a program. Without a mesh, each of them holds all parameters. With a `Mesh`, parameters
-are sharded by the rules of `models.sharding`. Every program is a `jax.jit` of whole arrays. On several devices without
+are sharded by the rules of `models.params.sharding`. Every program is a `jax.jit` of whole arrays. On several devices without
 a mesh, computations that are independent for each row run in a `jax.pmap` inside it.
 
 With several hosts, there is always a mesh over the devices of all hosts, and arrays are spread over all of them.
@@ -30,8 +30,8 @@ from grpo_jax import hosts
 from grpo_jax.config import PhaseConfig, validate_mesh
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import backend_name
-from grpo_jax.models import sharding
-from grpo_jax.models.params import count_used
+from grpo_jax.models.params import sharding
+from grpo_jax.models.params.tree import count_used
 
 AXIS = "data"
 COMPILING = "compile_ahead"  # name of the thread that compiles programs while others run

@@ -26,9 +26,9 @@ from grpo_jax.data.types import Completion, Example
 from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, place, size
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained, with_tokenizer
 from grpo_jax.models.policy import decoder_policy, resolve_dtype
-from grpo_jax.models.transformer import Params
 from grpo_jax.options import check_ranges
 from grpo_jax.planning.memory import Plan, choose, num_params, shape_of
 from grpo_jax.rl.guards import length_warning
@@ -133,7 +133,7 @@ def load_model(
     if rank > width:
         raise UsageError(f"lora_rank is {rank}: it must be at most {width}, the width of the model")
     if rank:
-        from grpo_jax.models.peft import targets_of  # loaded only for runs with adapters
+        from grpo_jax.models.files.peft import targets_of  # loaded only for runs with adapters
 
         targets_of(pretrained.config, options.lora_targets)
     if not rank or not weights:

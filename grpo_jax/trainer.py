@@ -21,10 +21,10 @@ from grpo_jax.data.types import Component, hash_values, sources_of
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError, abbreviate, user_path
 from grpo_jax.models.chat import Chat, make_chat, reply_encoder, reply_reader
-from grpo_jax.models.families import NOT_IN_FILES
+from grpo_jax.models.files.families import NOT_IN_FILES
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.lora import merge
-from grpo_jax.models.params import Adapted, format_of, join, split
+from grpo_jax.models.params.lora import merge
+from grpo_jax.models.params.tree import Adapted, format_of, join, split
 from grpo_jax.options import check_known, check_ranges, check_type, check_types, option_types
 from grpo_jax.prepare import RunOptions, begin, load_models, prepare, prompt_options
 from grpo_jax.presets import name_preset

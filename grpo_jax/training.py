@@ -13,8 +13,8 @@ import jax
 
 from grpo_jax.config import GRPOConfig, LoggingConfig
 from grpo_jax.devices import devices_of, place, pop_bytes_moved, to_devices
-from grpo_jax.models.params import join, split
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import join, split
 from grpo_jax.rewards.reward import RewardLike, to_rewards
 from grpo_jax.rl.evaluate import (
     Evaluation,
@@ -84,7 +84,7 @@ def train(
         same step. An exception in either ends the run.
 
     Returns:
-      The final state. The models are `join(state.params, split(params)[1])`, both of `models.params`.
+      The final state. The models are `join(state.params, split(params)[1])`, both of `models.params.tree`.
 
     Raises:
       UsageError: The configuration does not work.
@@ -143,7 +143,7 @@ def fit(
     Args:
       objective: The objective, such as `sft_objective`, `divergence_objective`, `preference_objective`,
         `kto_objective` or `reward_model_objective`.
-      params: Initial parameters for the objective. `models.params.split` decides which of them are trained.
+      params: Initial parameters for the objective. `models.params.tree.split` decides which of them are trained.
       batches: A pure function from a step to its batch. The leading axis is a multiple of microbatches x the
         `devices.parts` of the devices. Every host makes the whole batch.
       config: The configuration of the phase.
@@ -153,7 +153,7 @@ def fit(
       evaluate: (all parameters, steps taken) -> metrics to log, called at step 0 and every `config.eval_every` steps.
 
     Returns:
-      The final state. The model is `join(state.params, split(params)[1])`, both of `models.params`.
+      The final state. The model is `join(state.params, split(params)[1])`, both of `models.params.tree`.
 
     Raises:
       UsageError: The configuration does not work, or a batch cannot be divided among pieces and devices.

@@ -26,8 +26,8 @@ from experiments.benchmarks.race.races import RACES, race_config, race_task
 from experiments.benchmarks.shapes import Shape, cost_of
 from grpo_jax.config import ModelOptions
 from grpo_jax.models.config import Dtype
-from grpo_jax.models.params import split
-from grpo_jax.models.pieces import choose_pieces
+from grpo_jax.models.params.tree import split
+from grpo_jax.models.rows.pieces import choose_pieces
 from grpo_jax.prepare import Prepared, RunOptions, load_models, prepare
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import noise_of

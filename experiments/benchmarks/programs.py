@@ -27,9 +27,9 @@ from experiments.benchmarks.shapes import SHAPES, Shape, ShapeName, cost_of
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.params import split
+from grpo_jax.models.params.tree import split
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.rl.scorers import score_rollout

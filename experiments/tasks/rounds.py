@@ -24,9 +24,9 @@ from grpo_jax.data.types import Completion, Component, Example, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models.chat import Chat
-from grpo_jax.models.params import join, split
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import join, split
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.offline.pairs import PairBatch, pad_pairs, reward_model_objective
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rewards.learned import RewardModel, reward_function

@@ -18,9 +18,9 @@ from grpo_jax.data.generators import PREFIX
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models.config import Dtype
+from grpo_jax.models.files.weights import read_json
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.policy import resolve_dtype
-from grpo_jax.models.weights import read_json
 from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
 from grpo_jax.prepare import prompt_options, try_rewards
 from grpo_jax.rl.guards import check_tokens

@@ -23,9 +23,9 @@ from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import Chat, make_chat, turn_end
+from grpo_jax.models.files.weights import read_json
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_tokenizer, model_folder, scoring_padding
-from grpo_jax.models.params import join, split
-from grpo_jax.models.weights import read_json
+from grpo_jax.models.params.tree import join, split
 from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_intervals
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, check_rows, make_fit_optimizer
 from grpo_jax.options import Fraction, Seed, Size

@@ -27,10 +27,10 @@ from grpo_jax.commands.train import Method
 from grpo_jax.config import with_options
 from grpo_jax.data.preferences import EncodedPairs, encode_preferences, read_preferences
 from grpo_jax.devices import devices_of, to_numpy
-from grpo_jax.models.families import text_part
-from grpo_jax.models.heads import Headed, add_head
+from grpo_jax.models.decoder.heads import Headed, add_head
+from grpo_jax.models.files.families import text_part
+from grpo_jax.models.files.weights import read_json
 from grpo_jax.models.huggingface import Pretrained, classifier_class
-from grpo_jax.models.weights import read_json
 from grpo_jax.offline.pairs import PairEvaluation, evaluate_pairs, pair_rewards, reward_model_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Size, Weight

@@ -15,12 +15,13 @@ from grpo_jax.engines.servers import Engine, Model, Request
 from grpo_jax.engines.supports import make_add_supports
 from grpo_jax.errors import Interruption, UsageError
 from grpo_jax.hosts import check_alone
-from grpo_jax.models import huggingface, peft
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models import huggingface
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.files import peft
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.params import Adapted, check_full_precision
+from grpo_jax.models.params.tree import Adapted, check_full_precision
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.episodes import Turns, play
 from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions

@@ -27,8 +27,8 @@ from grpo_jax.engines.handover import SOON, Handover, Probe, Server, handover_of
 from grpo_jax.engines.http import KEY, Failure, Gone, ask, parse_json
 from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.models.config import Dtype
-from grpo_jax.models.params import Adapted
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import Adapted
 from grpo_jax.sampling.stopping import Stop
 
 _AT_ONCE = 256  # concurrent requests to a server, which batches them

@@ -13,9 +13,9 @@ from grpo_jax.config import SamplingConfig
 from grpo_jax.devices import Devices, jit_on_devices, map_rows
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.functional.products import einsum
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.sampling.sampler import Completions, keep_support, truncate, truncation_of
 from grpo_jax.step import Batch, states_of
 

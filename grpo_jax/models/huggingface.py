@@ -21,10 +21,9 @@ import numpy as np
 from grpo_jax.errors import UsageError, make_folder, reason_of, user_path
 from grpo_jax.models.chat import Chat, turn_end
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.families import config_from_huggingface, config_to_huggingface, text_part
-from grpo_jax.models.heads import Headed, without_vocabulary
-from grpo_jax.models.params import Adapted, Params, Quantize, check_decoder, check_full_precision
-from grpo_jax.models.weights import (
+from grpo_jax.models.decoder.heads import Headed, without_vocabulary
+from grpo_jax.models.files.families import config_from_huggingface, config_to_huggingface, text_part
+from grpo_jax.models.files.weights import (
     ignored_index,
     load_params,
     read_json,
@@ -32,6 +31,7 @@ from grpo_jax.models.weights import (
     untie_if_different,
     write_json,
 )
+from grpo_jax.models.params.tree import Adapted, Params, Quantize, check_decoder, check_full_precision
 
 # Files of a folder besides weights, and those of them that a run and an export copy. None of them is a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
@@ -75,7 +75,7 @@ def load_pretrained(
       head: True for a classifier with one label, such as a reward model. The parameters are then `heads.Headed`.
       param_dtype: The dtype of the parameters, for any dtype in the files. Default float32, which keeps small updates.
         Decay rates and norms of delta nets are always float32, as in the files of Qwen3.5.
-      quantize: The format of the kernels of projections: int8 or nf4, for LoRA, or none; see `models.quantised`.
+      quantize: The format of the kernels of projections: int8 or nf4, for LoRA, or none; see `models.params.quantised`.
       sharding: A `jax.sharding.Sharding` for all parameters, a tree of shardings that is a prefix of the parameters, or
         a function from the parameters' shapes to either; None: the default device.
       weights: False to load everything but the weights. `params` then holds only shapes.

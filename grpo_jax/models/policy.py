@@ -15,11 +15,23 @@ import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import Traits, traits_of_backend
-from grpo_jax.models import cache as caches
-from grpo_jax.models.attention import fuses_decoding
-from grpo_jax.models.cache import KeyValues, Memory, Prefix
 from grpo_jax.models.config import Dtype, ModelConfig
-from grpo_jax.models.geometry import (
+from grpo_jax.models.decoder import cache as caches
+from grpo_jax.models.decoder.attention import fuses_decoding
+from grpo_jax.models.decoder.cache import KeyValues, Memory, Prefix
+from grpo_jax.models.decoder.transformer import (
+    Params,
+    by_layer,
+    compute_next,
+    compute_rows,
+    decoding_layout,
+    initial_params,
+    param_shapes,
+)
+from grpo_jax.models.params.rounding import round_stochastically, round_to_nearest
+from grpo_jax.models.params.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
+from grpo_jax.models.params.tree import Adapted, variables
+from grpo_jax.models.rows.geometry import (
     PromptTokens,
     Rows,
     TokenStates,
@@ -29,19 +41,7 @@ from grpo_jax.models.geometry import (
     rows_of_prompts,
     slots_of,
 )
-from grpo_jax.models.params import Adapted, variables
-from grpo_jax.models.pieces import computed_in_pieces, pieces_of_prompts
-from grpo_jax.models.rounding import round_stochastically, round_to_nearest
-from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
-from grpo_jax.models.transformer import (
-    Params,
-    by_layer,
-    compute_next,
-    compute_rows,
-    decoding_layout,
-    initial_params,
-    param_shapes,
-)
+from grpo_jax.models.rows.pieces import computed_in_pieces, pieces_of_prompts
 
 
 class Policy(NamedTuple):

@@ -29,10 +29,10 @@ from grpo_jax.data.types import pad_completions
 from grpo_jax.devices import ONE_DEVICE, Devices
 from grpo_jax.functional import bradley_terry_loss, kto_kl, kto_loss, token_mean_weights
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.heads import Headed, scores
+from grpo_jax.models.decoder.heads import Headed, scores
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.offline.phase import FitObjective, row_scorer
 from grpo_jax.statistics import Calibration, Interval, bootstrap, calibration
 from grpo_jax.step import Array, Batch, Logs, score_completion_tokens

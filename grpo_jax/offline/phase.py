@@ -24,9 +24,9 @@ from grpo_jax.devices import (
     to_numpy,
 )
 from grpo_jax.errors import UsageError
-from grpo_jax.models.params import join
-from grpo_jax.models.pieces import Pieces, by_prompts, computed_in_pieces
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import join
+from grpo_jax.models.rows.pieces import Pieces, by_prompts, computed_in_pieces
 from grpo_jax.options import Size, check_ranges
 from grpo_jax.step import Logs, TrainState, init_state, learning_rate_schedule, logged_rate, make_optimizer, train_step
 

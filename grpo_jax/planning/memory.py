@@ -13,7 +13,7 @@ peak = process + held + max(sampling, scoring, learning), in bytes:
 - scoring = the scoring model's pass over one piece
 - learning = max(gradients + activations of one piece, the step of the optimizer)
 
-Parameters are counted from the model's trees, sharded as in `models.sharding`. The other terms are rough formulas.
+Parameters are counted from the model's trees, sharded as in `models.params.sharding`. The other terms are rough formulas.
 tests/planning/test_memory.py compares them with XLA's plans for `sample` and `learn`. On a CPU they are at most 10% too
 low, and mostly within 6%; rows of 256 tokens and more are up to 41% too high. On one GPU they are at most 3% too low
 and 25% too high. Fragmentation is not included.
@@ -23,7 +23,7 @@ remat "none" are fastest. If these do not fit, pieces are halved, down to one pr
 remat is turned on. The choice depends only on the model, the shape and the limit. It is stored in the run's options, so
 that a resumed run computes as before.
 
-Letters as in `models.transformer`: N prompts of P tokens, G completions of T tokens each.
+Letters as in `models.decoder.transformer`: N prompts of P tokens, G completions of T tokens each.
 """
 
 import math
@@ -39,17 +39,17 @@ from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat, load_optimiz
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
 from grpo_jax.functional.products import GPU, Traits, traits_of_backend
-from grpo_jax.models import sharding
-from grpo_jax.models.attention import num_blocks
 from grpo_jax.models.config import DELTA_CHUNK, READ, Dtype, Form, ModelConfig, Remat
-from grpo_jax.models.geometry import slots_of
-from grpo_jax.models.heads import without_vocabulary
-from grpo_jax.models.lora import add_adapters
-from grpo_jax.models.params import TARGETS, Quantize, Target
-from grpo_jax.models.pieces import PieceShape, choose_piece
+from grpo_jax.models.decoder.attention import num_blocks
+from grpo_jax.models.decoder.heads import without_vocabulary
+from grpo_jax.models.decoder.transformer import Params, param_shapes, repetition
+from grpo_jax.models.params import sharding
+from grpo_jax.models.params.lora import add_adapters
+from grpo_jax.models.params.quantised import quantise_params
+from grpo_jax.models.params.tree import TARGETS, Quantize, Target
 from grpo_jax.models.policy import suits_cudnn
-from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.transformer import Params, param_shapes, repetition
+from grpo_jax.models.rows.geometry import slots_of
+from grpo_jax.models.rows.pieces import PieceShape, choose_piece
 from grpo_jax.step import make_optimizer
 
 FLOAT32 = 4
@@ -63,7 +63,7 @@ _WORKSPACE = 32 * 2**20  # bytes that a matrix product of a library takes on an 
 # Python, its modules and XLA's programs: the peak of the process on a CPU was 460 to 760 MiB above the rest of the
 # estimate with all programs from the cache, and 920 to 1,140 with compilations (stories260K and SmolLM2-135M).
 _PROCESS = 900 * 2**20
-_QUERIES = 128  # queries in a block, as in `models.attention.attend`
+_QUERIES = 128  # queries in a block, as in `models.decoder.attention.attend`
 
 
 class Shape(NamedTuple):
@@ -178,7 +178,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     if model.experts:  # the loop over layers copies the experts of a layer
         prefill += _whole_layer(model, shape)
     keys_and_values = _keys_and_values(model, shape)
-    # See `models.attention.fuses_decoding`: attention that reads only filled slots needs no cache that grows.
+    # See `models.decoder.attention.fuses_decoding`: attention that reads only filled slots needs no cache that grows.
     grows = not (shape.is_on_one_gpu and _is_fused(model, shape))
     copied_from = shape.traits.grows_from if grows else shape.traits.narrows_from
     previous = round(_PREVIOUS * keys_and_values) if shape.max_tokens >= copied_from else 0

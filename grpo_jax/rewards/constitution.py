@@ -30,9 +30,9 @@ from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.models.chat import Chat, continue_text, control_tokens
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.learned import check_template, common_group_size, score_batches
 
 # (principle, examples, completions) -> a number for each completion, which is higher the better the completion follows

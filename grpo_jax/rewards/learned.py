@@ -17,11 +17,11 @@ from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.text import Answers, answer_prompts, check_ids, common_tokens, encode_prompts
 from grpo_jax.data.types import Completion, Example, Prompt, Reward, pad_completions
 from grpo_jax.errors import UsageError
-from grpo_jax.models import heads
 from grpo_jax.models.chat import Chat, decode, digest_of_template, known_role
-from grpo_jax.models.heads import score_groups
+from grpo_jax.models.decoder import heads
+from grpo_jax.models.decoder.heads import score_groups
+from grpo_jax.models.files.weights import read_json
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_pretrained
-from grpo_jax.models.weights import read_json
 
 _SHORTEST = 32  # tokens; the smallest width that is chosen automatically
 

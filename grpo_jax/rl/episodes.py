@@ -13,8 +13,8 @@ from grpo_jax.data.types import Completion, Example, Span, Turn
 from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices, to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import Rewards, place_and_reason
 from grpo_jax.rl.types import Graded, Interaction, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes

@@ -12,7 +12,7 @@ from grpo_jax.data.types import Completion
 from grpo_jax.devices import all_rows, place
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import share_out
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.rewards.reward import RewardScores
 from grpo_jax.rl.grade import decode_groups, final_texts
 from grpo_jax.rl.source import Sampler

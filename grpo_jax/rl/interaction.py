@@ -11,9 +11,9 @@ from grpo_jax.data.text import spans_in_tokens
 from grpo_jax.data.types import Completion
 from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices
 from grpo_jax.errors import UsageError
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rewards.reward import Rewards
 from grpo_jax.rl.types import Graded, Interaction, step_key
 from grpo_jax.sampling.sampler import Completions, sample_groups, truncation_of

@@ -15,9 +15,9 @@ import numpy as np
 from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig, check_models, validate
 from grpo_jax.devices import COMPILING, abstract, devices_of, jit_on_devices, num_cores, parts, sampling_devices
 from grpo_jax.errors import UsageError
-from grpo_jax.models.params import split
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import split
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl import update
 from grpo_jax.rl.grade import empty_rewards

@@ -16,9 +16,9 @@ from grpo_jax.config import BY_PART, GRPOConfig, SamplingConfig
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import ONE_DEVICE, Devices, all_rows, place, spread_over, to_devices
 from grpo_jax.errors import UsageError
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import SAMPLING, Rollout, noise_of

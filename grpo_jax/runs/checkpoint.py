@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from grpo_jax import __version__, hosts
 from grpo_jax.data.types import hash_files, hash_values
 from grpo_jax.errors import UsageError, lacking, reason_of
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.runs.files import check_fields, finite, read_object, write_json
 from grpo_jax.runs.progress import say_aside
 

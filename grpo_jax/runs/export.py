@@ -16,8 +16,9 @@ import tyro
 
 import grpo_jax
 from grpo_jax.errors import UsageError, user_path
-from grpo_jax.models import huggingface, peft, weights
-from grpo_jax.models.families import text_part
+from grpo_jax.models import huggingface
+from grpo_jax.models.files import peft, weights
+from grpo_jax.models.files.families import text_part
 from grpo_jax.options import flattened
 from grpo_jax.runs.files import COMMAND, read_object, write_text
 from grpo_jax.runs.flags import program, read_flags, refusing

@@ -14,15 +14,16 @@ from grpo_jax.config import ModelOptions
 from grpo_jax.data.text import uses_chat
 from grpo_jax.data.types import hash_files
 from grpo_jax.errors import UsageError
-from grpo_jax.models import huggingface, weights
+from grpo_jax.models import huggingface
 from grpo_jax.models.config import Dtype, ModelConfig
+from grpo_jax.models.decoder.transformer import Params, param_shapes
+from grpo_jax.models.files import weights
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.lora import add_adapters, fingerprint, merge
-from grpo_jax.models.params import Adapted, Quantize, Target, split
+from grpo_jax.models.params.lora import add_adapters, fingerprint, merge
+from grpo_jax.models.params.quantised import quantise_params
+from grpo_jax.models.params.rounding import round_stochastically
+from grpo_jax.models.params.tree import Adapted, Quantize, Target, split
 from grpo_jax.models.policy import resolve_dtype
-from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.rounding import round_stochastically
-from grpo_jax.models.transformer import Params, param_shapes
 from grpo_jax.options import flattened
 from grpo_jax.runs import files
 from grpo_jax.runs.checkpoint import Checkpoints, best_step
@@ -136,7 +137,7 @@ def with_adapters(
     params: Params, config: ModelConfig, options: ModelOptions | LoraDescription, key: jax.Array
 ) -> Adapted:
     """Adds new adapters to the parameters of a model, as the options of LoRA say."""
-    from grpo_jax.models.peft import targets_of  # loaded only for runs with adapters
+    from grpo_jax.models.files.peft import targets_of  # loaded only for runs with adapters
 
     targets = targets_of(config, options.lora_targets)
     return add_adapters(params, key, rank=options.lora_rank, alpha=options.lora_alpha, targets=targets)

@@ -27,10 +27,10 @@ from grpo_jax.functional.products import (
     traits_of_backend,
     write_slice,
 )
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.sampling.stopping import STOPPED, Stop
 
 # ---- one token

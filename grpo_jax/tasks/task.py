@@ -27,7 +27,7 @@ from grpo_jax.data.types import (
 )
 from grpo_jax.errors import UsageError, abbreviate, reason_of
 from grpo_jax.models.chat import Chat, make_chat, make_decoder, prompt_writer, render, row_kwargs, with_kwargs
-from grpo_jax.models.geometry import PromptWidths, choose_widths
+from grpo_jax.models.rows.geometry import PromptWidths, choose_widths
 from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import RewardLike, Rewards, to_rewards
 from grpo_jax.sampling.stopping import Stop, make_stop, read_token_bytes

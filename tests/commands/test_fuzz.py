@@ -31,7 +31,7 @@ from grpo_jax.data.episodes import Reply, environment
 from grpo_jax.data.preferences import read_preferences
 from grpo_jax.data.rows import read_rows
 from grpo_jax.errors import UsageError
-from grpo_jax.models.families import config_from_huggingface
+from grpo_jax.models.files.families import config_from_huggingface
 from grpo_jax.options import option_types
 from grpo_jax.runs import flags
 from grpo_jax.runs.export import model_card

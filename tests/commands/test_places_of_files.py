@@ -41,11 +41,11 @@ from grpo_jax.config import EngineOptions, recipe
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.types import Completion, Prompt
 from grpo_jax.engines.sampler import sampler_of
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.heads import score_groups
+from grpo_jax.models.decoder.heads import score_groups
+from grpo_jax.models.files.weights import load_params, unpack_mxfp4
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained, save_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.weights import load_params, unpack_mxfp4
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rewards.learned import load_reward_model, reward_function
 from grpo_jax.runs import flags
 from grpo_jax.runs.export import Options, export

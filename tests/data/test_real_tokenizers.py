@@ -23,9 +23,9 @@ from grpo_jax.data.text import encode_answers
 from grpo_jax.data.types import Completion
 from grpo_jax.models.chat import Chat, render, reply_encoder, reply_reader, turn_end
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.heads import add_head, score_groups
+from grpo_jax.models.decoder.heads import add_head, score_groups
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.tasks.task import text_task
 

@@ -16,10 +16,10 @@ from experiments import stories
 from experiments.common import keep_model
 from experiments.tasks import arithmetic
 from grpo_jax.config import ModelOptions
+from grpo_jax.models.files.peft import load_adapter
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer, save_pretrained
-from grpo_jax.models.lora import merge
-from grpo_jax.models.params import Adapted, split
-from grpo_jax.models.peft import load_adapter
+from grpo_jax.models.params.lora import merge
+from grpo_jax.models.params.tree import Adapted, split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import flattened
 from grpo_jax.prepare import load_model

@@ -7,8 +7,8 @@ import pytest
 from tiny import GOLDEN, refused
 
 from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling
-from grpo_jax.models.families import config_from_huggingface, config_to_huggingface, text_part
-from grpo_jax.models.weights import read_json
+from grpo_jax.models.files.families import config_from_huggingface, config_to_huggingface, text_part
+from grpo_jax.models.files.weights import read_json
 
 CONFIG_JSON = {
     "model_type": "llama",

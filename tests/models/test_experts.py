@@ -13,9 +13,9 @@ from tiny import random_params, states_of_texts
 
 from experiments.benchmarks import routes
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.experts import Routing, busiest, gated, grouped_product, load, mixture, route
-from grpo_jax.models.geometry import PromptTokens, rows_of_groups, rows_of_packed_groups
+from grpo_jax.models.decoder.experts import Routing, busiest, gated, grouped_product, load, mixture, route
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.rows.geometry import PromptTokens, rows_of_groups, rows_of_packed_groups
 from grpo_jax.step import make_optimizer
 
 TOKENS, EXPERTS, CHOSEN, WIDTH, INNER = 37, 6, 3, 8, 5

@@ -15,13 +15,13 @@ import tiny
 from safetensors.numpy import load_file
 
 from grpo_jax.devices import Mesh, first_devices, jit_on_devices, place, to_numpy
-from grpo_jax.models.families import FAMILIES, config_from_huggingface
-from grpo_jax.models.lora import merge, sites
-from grpo_jax.models.params import join, split
-from grpo_jax.models.peft import adaptable, load_adapter, save_adapter
+from grpo_jax.models.files.families import FAMILIES, config_from_huggingface
+from grpo_jax.models.files.peft import adaptable, load_adapter, save_adapter
+from grpo_jax.models.files.weights import load_params, read_json, tensor_layout
+from grpo_jax.models.params.lora import merge, sites
+from grpo_jax.models.params.quantised import dequantise_params, quantise_params
+from grpo_jax.models.params.tree import join, split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import dequantise_params, quantise_params
-from grpo_jax.models.weights import load_params, read_json, tensor_layout
 from grpo_jax.sampling.sampler import Truncation, sample_groups
 from grpo_jax.step import Batch, has_weight_decay, score_completion_tokens
 

@@ -16,14 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from safetensors.numpy import load_file, save_file
 from tiny import GOLDEN, change_json, load_golden, refused, row_numbers, sampler_of, write_tokenizer
 
-from grpo_jax.models import weights
-from grpo_jax.models.families import config_from_huggingface, text_part
-from grpo_jax.models.heads import add_head
+from grpo_jax.models.decoder.heads import add_head
+from grpo_jax.models.files import weights
+from grpo_jax.models.files.families import config_from_huggingface, text_part
+from grpo_jax.models.files.weights import load_params, read_json, unpack_mxfp4, untie_if_different
 from grpo_jax.models.huggingface import files_of, load_pretrained, model_folder, save_pretrained
+from grpo_jax.models.params.quantised import dequantised
+from grpo_jax.models.params.rounding import round_stochastically
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import dequantised
-from grpo_jax.models.rounding import round_stochastically
-from grpo_jax.models.weights import load_params, read_json, unpack_mxfp4, untie_if_different
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.tasks.task import text_task
 

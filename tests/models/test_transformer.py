@@ -12,15 +12,23 @@ import pytest
 from tiny import decoded_states, load_golden, ragged_prompts, random_params, refused, whole_prompts
 
 from grpo_jax.functional.products import assume_traits
-from grpo_jax.models import geometry
-from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
-from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, group_by_prompt, widen
 from grpo_jax.models.config import Activation, ExpertsConfig, ModelConfig, RopeScaling, Rotation
-from grpo_jax.models.geometry import PromptTokens, PromptWidths
-from grpo_jax.models.modules import ACTIVATIONS, RMSNorm, norm
+from grpo_jax.models.decoder.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
+from grpo_jax.models.decoder.cache import KeyValues, Prefix, cache_keys, group_by_prompt, widen
+from grpo_jax.models.decoder.modules import ACTIVATIONS, RMSNorm, norm
+from grpo_jax.models.decoder.transformer import (
+    Block,
+    by_layer,
+    compute_rows,
+    embed,
+    layer_params,
+    param_shapes,
+    repetition,
+)
+from grpo_jax.models.params.sharding import BATCH
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.sharding import BATCH
-from grpo_jax.models.transformer import Block, by_layer, compute_rows, embed, layer_params, param_shapes, repetition
+from grpo_jax.models.rows import geometry
+from grpo_jax.models.rows.geometry import PromptTokens, PromptWidths
 
 LLAMA = ModelConfig(29, 32, 48, 2, 4, 2, 8)
 # Every option at once, more than any architecture has: one program to compile instead of one for each.

@@ -35,14 +35,14 @@ from grpo_jax.devices import (
     to_devices,
 )
 from grpo_jax.functional import dpo_loss
-from grpo_jax.models import pieces
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.heads import Headed, add_head
-from grpo_jax.models.lora import add_adapters
-from grpo_jax.models.params import join
+from grpo_jax.models.decoder.heads import Headed, add_head
+from grpo_jax.models.files.weights import load_params
+from grpo_jax.models.params.lora import add_adapters
+from grpo_jax.models.params.quantised import quantise_params
+from grpo_jax.models.params.tree import join
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.weights import load_params
+from grpo_jax.models.rows import pieces
 from grpo_jax.offline import pairs as offline_pairs
 from grpo_jax.offline.distillation import Target, divergence_objective, mean_divergence
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig

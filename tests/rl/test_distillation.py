@@ -18,7 +18,7 @@ from grpo_jax.config import PPO, DistillationConfig, Divergence, ModelOptions, r
 from grpo_jax.data.packing import pack, packed_pieces
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.types import pad_completions
-from grpo_jax.models.heads import Headed
+from grpo_jax.models.decoder.heads import Headed
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.offline.distillation import Target, distillation_loss, mean_divergence
 from grpo_jax.prepare import load_frozen

@@ -23,14 +23,14 @@ from grpo_jax.data.preferences import (
     split_preferences,
 )
 from grpo_jax.data.types import Completion, Prompt, Turn
-from grpo_jax.models import heads
 from grpo_jax.models.chat import Chat, digest_of_template
-from grpo_jax.models.families import config_from_huggingface
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.heads import add_head
+from grpo_jax.models.decoder import heads
+from grpo_jax.models.decoder.heads import add_head
+from grpo_jax.models.files.families import config_from_huggingface
+from grpo_jax.models.files.weights import load_params, read_json
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.weights import load_params, read_json
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.offline.pairs import evaluate_pairs, pad_pairs, pair_weights, reward_model_objective
 from grpo_jax.rewards.learned import RewardModel, load_reward_model, reward_function, save_reward_model
 from grpo_jax.runs.checkpoint import params_sha256

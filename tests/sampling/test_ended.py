@@ -15,9 +15,9 @@ from grpo_jax.config import recipe
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import first_devices
 from grpo_jax.functional.products import GPU
-from grpo_jax.models import geometry
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.rows import geometry
 from grpo_jax.rl.interaction import sample_completions
 from grpo_jax.rl.source import make_sampler
 from grpo_jax.rl.types import SAMPLING, noise_of

@@ -13,8 +13,8 @@ from tiny import ragged_prompts, random_params, row_numbers, sampler_of
 
 from grpo_jax.functional import token_logprobs
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.types import step_key
 from grpo_jax.sampling.sampler import Truncation, draw_noise, sample_categorical, truncate
 

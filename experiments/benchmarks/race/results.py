@@ -12,9 +12,9 @@ from rich.table import Table
 
 from experiments.benchmarks.peers.recorder import LINES, snapshot_folder
 from experiments.benchmarks.race.races import ENTRANTS, RACES, race_config, race_task
+from grpo_jax.models.files.weights import load_params
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.weights import load_params
 from grpo_jax.rl.evaluate import evaluate, sample_heldout
 from grpo_jax.rl.source import make_sampler
 from grpo_jax.runs.files import read_lines

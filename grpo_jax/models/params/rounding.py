@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.params import Params
+from grpo_jax.models.params.tree import Params
 
 _MATRICES = {"kernel", "embedding", "unembedding"}  # everything else is computed in float32, as are routers
 

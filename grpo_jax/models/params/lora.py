@@ -20,8 +20,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.params import TARGETS, Adapted, Params, Target, check_decoder, check_full_precision, split_shape
-from grpo_jax.models.rounding import round_leaf
+from grpo_jax.models.params.rounding import round_leaf
+from grpo_jax.models.params.tree import (
+    TARGETS,
+    Adapted,
+    Params,
+    Target,
+    check_decoder,
+    check_full_precision,
+    split_shape,
+)
 
 
 def add_adapters(

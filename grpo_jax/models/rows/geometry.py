@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models.attention import Angles, rotary_angles
-from grpo_jax.models.cache import Prefix
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.decoder.attention import Angles, rotary_angles
+from grpo_jax.models.decoder.cache import Prefix
 
 # ---- prompts
 

@@ -22,13 +22,13 @@ import numpy as np
 
 from grpo_jax.errors import UsageError, missing
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.families import Names, Stored, names_of
-from grpo_jax.models.heads import Headed, add_head
-from grpo_jax.models.params import PROJECTIONS, Params, Quantised, Quantize, is_quantised, split_shape
+from grpo_jax.models.decoder.heads import Headed, add_head
+from grpo_jax.models.decoder.transformer import layers_with, param_shapes
+from grpo_jax.models.files.families import Names, Stored, names_of
+from grpo_jax.models.params.quantised import quantise, quantise_params
+from grpo_jax.models.params.rounding import round_leaf
+from grpo_jax.models.params.tree import PROJECTIONS, Params, Quantised, Quantize, is_quantised, split_shape
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import quantise, quantise_params
-from grpo_jax.models.rounding import round_leaf
-from grpo_jax.models.transformer import layers_with, param_shapes
 
 try:
     from safetensors import SafetensorError, safe_open

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import delayed_on_mesh, delayed_until
-from grpo_jax.models.params import (
+from grpo_jax.models.params.sharding import mesh_sizes
+from grpo_jax.models.params.tree import (
     PROJECTIONS,
     Format,
     Params,
@@ -35,7 +36,6 @@ from grpo_jax.models.params import (
     is_quantised,
     split_shape,
 )
-from grpo_jax.models.sharding import mesh_sizes
 
 _BLOCK = 64  # weights in a group of nf4, as in QLoRA
 

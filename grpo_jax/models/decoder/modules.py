@@ -16,11 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 from grpo_jax.errors import missing
 from grpo_jax.functional.numerics import in_float32
 from grpo_jax.functional.products import product, rms_norm, times_transposed
-from grpo_jax.models import sharding
 from grpo_jax.models.config import Activation, ModelConfig
-from grpo_jax.models.params import is_quantised
-from grpo_jax.models.quantised import beside, dequantised
-from grpo_jax.models.sharding import DATA, put_together, spread
+from grpo_jax.models.params import sharding
+from grpo_jax.models.params.quantised import beside, dequantised
+from grpo_jax.models.params.sharding import DATA, put_together, spread
+from grpo_jax.models.params.tree import is_quantised
 
 try:
     from flax import linen as nn  # other modules import it from here

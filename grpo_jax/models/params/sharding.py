@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from grpo_jax.models.params import DATA, FSDP, PROJECTIONS, TENSOR, Axes
+from grpo_jax.models.params.tree import DATA, FSDP, PROJECTIONS, TENSOR, Axes
 
 AXES = DATA, FSDP, TENSOR
 BATCH = DATA, FSDP  # the axes that prompts are spread along

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models import lora
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.params import Adapted, Headed as Headed, Params
+from grpo_jax.models.params import lora
+from grpo_jax.models.params.tree import Adapted, Headed as Headed, Params
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.rows.geometry import PromptTokens
 
 
 def add_head(config: ModelConfig, params: Params) -> tuple[ModelConfig, Headed]:

@@ -12,12 +12,9 @@ import numpy as np
 
 from grpo_jax.errors import UsageError, abbreviate, missing, user_path
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.families import text_module
-from grpo_jax.models.huggingface import complete_or_not_at_all
-from grpo_jax.models.lora import sites
-from grpo_jax.models.params import TARGETS, Adapted, Target, split_shape
-from grpo_jax.models.transformer import Params
-from grpo_jax.models.weights import (
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.files.families import text_module
+from grpo_jax.models.files.weights import (
     FLOAT_DTYPES,
     Tensor,
     find_tensors,
@@ -27,6 +24,9 @@ from grpo_jax.models.weights import (
     text_name,
     write_json,
 )
+from grpo_jax.models.huggingface import complete_or_not_at_all
+from grpo_jax.models.params.lora import sites
+from grpo_jax.models.params.tree import TARGETS, Adapted, Target, split_shape
 
 try:
     from safetensors.numpy import save_file

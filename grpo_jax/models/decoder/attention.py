@@ -15,10 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.numerics import in_float32, softcapped
 from grpo_jax.functional.products import einsum, sum_over_queries, traits_of_backend
-from grpo_jax.models import cache as caches
-from grpo_jax.models.cache import KeyValues
 from grpo_jax.models.config import AttentionKind, RopeScaling, Rotation
-from grpo_jax.models.sharding import mesh_sizes
+from grpo_jax.models.decoder import cache as caches
+from grpo_jax.models.decoder.cache import KeyValues
+from grpo_jax.models.params.sharding import mesh_sizes
 
 Angles = tuple[jax.Array, jax.Array]  # from `rotary_angles`
 

@@ -25,11 +25,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.functional.numerics import in_float32
 from grpo_jax.functional.products import inverse_rms, product, rms_norm, traits_of_backend
-from grpo_jax.models import sharding
-from grpo_jax.models.attention import Scores, attend_past, attend_rows, fuses_decoding, rotate
-from grpo_jax.models.cache import KeyValues, Memory, Prefix
 from grpo_jax.models.config import READ, FeedForward, Form, Mixer, ModelConfig
-from grpo_jax.models.geometry import (
+from grpo_jax.models.decoder.attention import Scores, attend_past, attend_rows, fuses_decoding, rotate
+from grpo_jax.models.decoder.cache import KeyValues, Memory, Prefix
+from grpo_jax.models.decoder.modules import MLP, Linear, PerLayerInput, declared, linears, nn, norm
+from grpo_jax.models.params import sharding
+from grpo_jax.models.params.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, spread
+from grpo_jax.models.params.tree import PROJECTIONS, Params as Params, format_of, is_quantised, split_shape
+from grpo_jax.models.rows.geometry import (
     Geometry,
     LayerKind,
     PromptTokens,
@@ -37,9 +40,6 @@ from grpo_jax.models.geometry import (
     layer_kinds,
     rows_of_prompts,
 )
-from grpo_jax.models.modules import MLP, Linear, PerLayerInput, declared, linears, nn, norm
-from grpo_jax.models.params import PROJECTIONS, Params as Params, format_of, is_quantised, split_shape
-from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, spread
 
 Collections = Mapping[str, Params]  # the variables of linen: "params", and "lora" if there are adapters
 
@@ -540,13 +540,13 @@ def _mlp(
 
 
 def _delta_net(*args: Any, **kwargs: Any) -> nn.Module:
-    from grpo_jax.models.delta import DeltaNet  # like experts, not loaded for models without them
+    from grpo_jax.models.decoder.delta import DeltaNet  # like experts, not loaded for models without them
 
     return DeltaNet(*args, **kwargs)
 
 
 def _experts(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-    from grpo_jax.models.experts import mix_experts
+    from grpo_jax.models.decoder.experts import mix_experts
 
     return mix_experts(*args, **kwargs)
 

@@ -23,9 +23,18 @@ from jax.sharding import PartitionSpec
 
 from grpo_jax.functional.numerics import in_float32
 from grpo_jax.functional.products import rms_norm, traits_of_backend, transposed
-from grpo_jax.models import sharding
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.modules import ACTIVATIONS, MLP, Linear, kernel_param, nn, norm, other_params, usable_kernel
+from grpo_jax.models.decoder.modules import (
+    ACTIVATIONS,
+    MLP,
+    Linear,
+    kernel_param,
+    nn,
+    norm,
+    other_params,
+    usable_kernel,
+)
+from grpo_jax.models.params import sharding
 
 
 class Routing(NamedTuple):

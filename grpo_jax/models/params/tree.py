@@ -91,7 +91,7 @@ class Headed(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """The parameters of a policy with adapters (`models.lora`)."""
+    """The parameters of a policy with adapters (`models.params.lora`)."""
 
     base: Params  # frozen, the parameters without adapters
     adapters: Params  # trained

@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from grpo_jax.models.cache import DeltaState
 from grpo_jax.models.config import DELTA_CHUNK, DeltaConfig, Mixer, ModelConfig
-from grpo_jax.models.geometry import Geometry, LayerKind, positions_in_texts
-from grpo_jax.models.modules import Linear, RMSNorm, linears, nn
-from grpo_jax.models.sharding import BATCH, spread
+from grpo_jax.models.decoder.cache import DeltaState
+from grpo_jax.models.decoder.modules import Linear, RMSNorm, linears, nn
+from grpo_jax.models.params.sharding import BATCH, spread
+from grpo_jax.models.rows.geometry import Geometry, LayerKind, positions_in_texts
 
 einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # of float32 states
 

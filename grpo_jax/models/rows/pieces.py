@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.functional.products import traits_of_backend
-from grpo_jax.models.geometry import Array, PromptTokens, rows_of_packed_groups, useful_widths
-from grpo_jax.models.sharding import BATCH, batch_parts, mesh_sizes, spread
+from grpo_jax.models.params.sharding import BATCH, batch_parts, mesh_sizes, spread
+from grpo_jax.models.rows.geometry import Array, PromptTokens, rows_of_packed_groups, useful_widths
 
 # Packing computes a prompt again for each of its rows. This is the largest extra cost when no completion is padded.
 _MAX_OVERHEAD = 1.12
