@@ -35,7 +35,6 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Size, options_of
-from grpo_jax.prepare import load_model
 from grpo_jax.rewards.builtin import exact_answer
 from grpo_jax.rewards.reward import RewardLike
 from grpo_jax.rl.grpo import grpo_method, make_group_advantage
@@ -44,7 +43,8 @@ from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import use_cache
 from grpo_jax.tasks.task import Task, random_reward, text_task
-from grpo_jax.training import PHASES, evaluate_heldout, train_with_evaluation
+from grpo_jax.training.phases import PHASES, evaluate_heldout, train_with_evaluation
+from grpo_jax.training.prepare import load_model
 
 RIGHT = exact_answer()
 TESTBED: Any = None  # rewards are computed on the host, so there is none

@@ -30,7 +30,7 @@ from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.report import finish
-from grpo_jax.training import train_with_control
+from grpo_jax.training.phases import train_with_control
 
 MODEL = ModelConfig(vocab_size=arithmetic.VOCAB_SIZE, initializer_range=0.1)
 PHASES = "Phases: warm (supervised, most labels are wrong), grpo (true reward), control (a coin toss as the reward)."

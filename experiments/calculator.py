@@ -26,7 +26,7 @@ from grpo_jax.rl.evaluate import Evaluation, Samples
 from grpo_jax.runs import flags
 from grpo_jax.runs.report import finish
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import train_with_control
+from grpo_jax.training.phases import train_with_control
 
 MODEL = ModelConfig(vocab_size=calculator.VOCAB_SIZE, initializer_range=0.1)
 COLUMNS = {

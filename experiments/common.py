@@ -32,7 +32,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell, interval_over_runs
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import fit
+from grpo_jax.training.phases import fit
 
 # ---- small new models
 

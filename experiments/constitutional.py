@@ -52,7 +52,7 @@ from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.training import HeldoutResult, evaluate_heldout, train_with_evaluation
+from grpo_jax.training.phases import HeldoutResult, evaluate_heldout, train_with_evaluation
 
 TEXT = Characters(letters.LETTERS + ": ?")
 MODEL = ModelConfig(TEXT.vocab_size, initializer_range=0.1)

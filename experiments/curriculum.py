@@ -34,7 +34,7 @@ from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags, report
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, text_task
-from grpo_jax.training import train_with_evaluation
+from grpo_jax.training.phases import train_with_evaluation
 
 LETTERS = "abcdefghij"
 SOLVABLE = "ab"  # first letters of prompts that can be solved

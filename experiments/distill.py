@@ -48,7 +48,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import HeldoutResult, evaluate_heldout, fit, train_with_evaluation
+from grpo_jax.training.phases import HeldoutResult, evaluate_heldout, fit, train_with_evaluation
 
 TEACHER = replace(MODEL, hidden_size=2 * MODEL.hidden_size, intermediate_size=2 * MODEL.intermediate_size)
 CURVES = (

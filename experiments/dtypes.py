@@ -32,7 +32,7 @@ from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
-from grpo_jax.training import train_with_evaluation
+from grpo_jax.training.phases import train_with_evaluation
 
 MODEL = ModelConfig(arithmetic.VOCAB_SIZE, 256, 768, 6, 4, 4, 64, initializer_range=0.05)
 DTYPES: Mapping[str, Mapping[str, Any]] = {

@@ -37,7 +37,7 @@ from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.report import finish
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import train_with_control, train_with_evaluation
+from grpo_jax.training.phases import train_with_control, train_with_evaluation
 
 MODEL = ModelConfig(vocab_size=guess.VOCAB_SIZE, initializer_range=0.1)
 COLUMNS = {"avg": "sampled", "greedy": "greedy", "above_blind": "above blind", "turns_to_win": "turns of games won"}

@@ -90,7 +90,6 @@ from grpo_jax.offline.pairs import pair_batches, pair_rewards, reward_model_obje
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.options import Positive, Size
-from grpo_jax.prepare import load_model
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.ppo import add_critic, critic_policy
@@ -100,7 +99,8 @@ from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.tasks.task import Task, random_reward, text_task
-from grpo_jax.training import evaluate_heldout, fit, train_with_evaluation
+from grpo_jax.training.phases import evaluate_heldout, fit, train_with_evaluation
+from grpo_jax.training.prepare import load_model
 
 METHODS = {"ppo": "PPO", "grpo": "GRPO", "control": "GRPO, coin toss"}  # phase -> row of the table
 CURVES = (

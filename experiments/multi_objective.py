@@ -63,7 +63,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.training import HeldoutResult, evaluate_heldout, train_with_evaluation
+from grpo_jax.training.phases import HeldoutResult, evaluate_heldout, train_with_evaluation
 
 MODEL = ModelConfig(letters.TEXT.vocab_size, initializer_range=0.1)
 ENOUGH = 8  # number of the prompt's letters that earns the full reward

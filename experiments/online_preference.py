@@ -58,7 +58,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.training import evaluate_heldout, train_with_evaluation
+from grpo_jax.training.phases import evaluate_heldout, train_with_evaluation
 
 MODEL = ModelConfig(vocab_size=letters.TEXT.vocab_size, initializer_range=0.1)
 LEARNED = ("frozen", "online")

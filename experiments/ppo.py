@@ -33,7 +33,7 @@ from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import random_reward
-from grpo_jax.training import evaluate_heldout, train_with_evaluation
+from grpo_jax.training.phases import evaluate_heldout, train_with_evaluation
 
 CURVES = (
     ("heldout_avg", "held-out accuracy"),

@@ -55,7 +55,7 @@ from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.step import TrainState
-from grpo_jax.training import fit
+from grpo_jax.training.phases import fit
 
 VOCAB, TOKENS, PROMPTS = 8, 3, 4
 POLICY = decoder_policy(ModelConfig(VOCAB, 32, 64, 2, 2, 2, 16, initializer_range=0.3))

@@ -25,7 +25,6 @@ from grpo_jax.config import GRPOConfig, ModelOptions, recipe
 from grpo_jax.devices import devices_of, place
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.prepare import load_model
 from grpo_jax.rl.evaluate import Evaluation, Samples
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.programs import make_programs
@@ -34,7 +33,8 @@ from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.runs.report import finish
 from grpo_jax.statistics import cell
 from grpo_jax.step import Batch, score_completion_tokens
-from grpo_jax.training import train_with_control
+from grpo_jax.training.phases import train_with_control
+from grpo_jax.training.prepare import load_model
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,6 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params.tree import split
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.options import options_of
-from grpo_jax.prepare import load_model
 from grpo_jax.rewards.reward import to_rewards
 from grpo_jax.rl.grade import decode_groups, grade_completions
 from grpo_jax.rl.grpo import grpo_method
@@ -57,6 +56,7 @@ from grpo_jax.runs.progress import use_cache
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import Array, Batch, score_completion_tokens
 from grpo_jax.tasks.task import Task
+from grpo_jax.training.prepare import load_model
 
 CONSOLE = Console(highlight=False)
 

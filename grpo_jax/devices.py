@@ -1,8 +1,8 @@
 """Running programs on one or many devices, moving arrays between host and devices, and measuring speed and memory.
 
 `Devices` lists the devices of a program. Without a mesh, each of them holds all parameters. With a `Mesh`, parameters
-are sharded by the rules of `models.params.sharding`. Every program is a `jax.jit` of whole arrays. On several devices without
-a mesh, computations that are independent for each row run in a `jax.pmap` inside it.
+are sharded by the rules of `models.params.sharding`. Every program is a `jax.jit` of whole arrays. On several
+devices without a mesh, computations that are independent for each row run in a `jax.pmap` inside it.
 
 With several hosts, there is always a mesh over the devices of all hosts, and arrays are spread over all of them.
 Every host passes the whole array to `to_devices`, which puts only this host's part. `local_rows` reads the rows that

@@ -123,7 +123,7 @@ def test_commands_do_not_load_unused_features():
     )
     loaded = python("-c", "import sys, grpo_jax.commands.grpo; print(*sys.modules)").stdout.split()
     assert not [name for name in loaded if name.startswith(tuple(f"grpo_jax.{part}" for part in features))]
-    assert "grpo_jax.prepare" in loaded
+    assert "grpo_jax.training.prepare" in loaded
 
 
 USER = '''

@@ -1,6 +1,6 @@
 """How fast is each of the three programs of an iteration, as a share of the device's speed?
 
-It runs `sample`, `score` and `learn` as `grpo_jax.training` compiles them, with a decoder with random weights,
+It runs `sample`, `score` and `learn` as `grpo_jax.training.phases` compiles them, with a decoder with random weights,
 completions of full length, a separate reference, and one optimizer step per rollout. Seconds are medians. Operations
 and bytes are the least that the work needs (`shapes.cost_of`); recomputation does not count. They are compared with a
 matrix product and a copy of memory, measured in the same run.

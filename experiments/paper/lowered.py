@@ -39,7 +39,7 @@ def lowered(
     quantize: Quantize = "none",
     programs: tuple[str, ...] = ("sample", "score", "learn"),
 ) -> dict[str, jax.stages.Lowered]:
-    """Lowers programs as `grpo_jax.training` compiles them, by name; `score` is missing if the update needs none.
+    """Lowers programs as `training.phases` compiles them, by name; `score` is missing if the update needs none.
 
     Args:
       model: the decoder.

@@ -1,8 +1,8 @@
 """Exchanges of the devices of a mesh in an iteration, by formula.
 
-Written down from what `models.params.sharding` says of each array, and held against the collectives of compiled programs
-(tests/experiments/test_traffic.py). Letters as in `models.decoder.transformer`; a are the tokens of a piece on one device,
-D their features, B bytes of an activation.
+Written down from what `models.params.sharding` says of each array, and held against the collectives of compiled
+programs (tests/experiments/test_traffic.py). Letters as in `models.decoder.transformer`; a are the tokens of a piece on
+one device, D their features, B bytes of an activation.
 """
 
 from typing import Literal, NamedTuple

@@ -37,7 +37,7 @@ from grpo_jax.rl.types import LABELLING, noise_of
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.step import TrainState
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import fit, train
+from grpo_jax.training.phases import fit, train
 
 # (examples, first completions, second completions) -> whether the first is better; None: the judge does not choose
 PairJudge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completion]], Sequence[bool | None]]
@@ -87,8 +87,8 @@ def train_online(
       online: The configuration of the rounds.
       run: The folder of the run.
       phase: The name of the policy's phase; phases of the reward model append "_reward_" and the round's number.
-      programs: The compiled programs, as in `training.train`.
-      evaluate: (reward model of the round, parameters of the policy, step) -> numbers to log, as in `training.train`.
+      programs: The compiled programs, as in `training.phases.train`.
+      evaluate: (reward model of the round, parameters of the policy, step) -> numbers to log, as in `training.phases.train`.
 
     Returns:
       The final state of the policy, and the last reward model.

@@ -37,7 +37,6 @@ from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Size
-from grpo_jax.prepare import make_engine_sampler
 from grpo_jax.rl.evaluate import Evaluation, evaluate, num_heldout_calls, sample_heldout, summary
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.source import make_sampler
@@ -47,6 +46,7 @@ from grpo_jax.runs.folder import read_inputs
 from grpo_jax.runs.progress import RunConsole, watched
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task
+from grpo_jax.training.prepare import make_engine_sampler
 
 _MAX_GROUP = 16  # the most completions of a prompt to sample at once, which bounds the memory
 _GROUP_SIZE = 8  # training's usual group size, for which the deadlines of rewards are meant

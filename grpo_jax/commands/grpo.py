@@ -25,7 +25,14 @@ from grpo_jax.config import EngineOptions, GRPOConfig, recipe, validate
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.prepare import (
+from grpo_jax.rl.guards import check_task
+from grpo_jax.runs import flags, report
+from grpo_jax.runs.files import import_wandb
+from grpo_jax.runs.progress import RunConsole, say
+from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
+from grpo_jax.tasks.task import Task
+from grpo_jax.training.phases import CONTROL, train_with_control
+from grpo_jax.training.prepare import (
     Models,
     RunOptions,
     apply_memory_plan,
@@ -36,13 +43,6 @@ from grpo_jax.prepare import (
     rate_warning,
     try_rewards,
 )
-from grpo_jax.rl.guards import check_task
-from grpo_jax.runs import flags, report
-from grpo_jax.runs.files import import_wandb
-from grpo_jax.runs.progress import RunConsole, say
-from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
-from grpo_jax.tasks.task import Task
-from grpo_jax.training import CONTROL, train_with_control
 
 
 @dataclass(frozen=True)

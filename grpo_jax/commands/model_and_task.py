@@ -22,7 +22,6 @@ from grpo_jax.models.files.weights import read_json
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.policy import resolve_dtype
 from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
-from grpo_jax.prepare import prompt_options, try_rewards
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.runs import flags
@@ -30,6 +29,7 @@ from grpo_jax.runs.pretrained import Step, load_run, phase_of
 from grpo_jax.runs.progress import use_cache
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
+from grpo_jax.training.prepare import prompt_options, try_rewards
 
 # Options whose defaults come from the run, with any task
 _DECODING = options_of(DecodingConfig()).keys()

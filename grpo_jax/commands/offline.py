@@ -29,14 +29,14 @@ from grpo_jax.models.params.tree import join, split
 from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_intervals
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, check_rows, make_fit_optimizer
 from grpo_jax.options import Fraction, Seed, Size
-from grpo_jax.prepare import load_model
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.statistics import paired_difference
-from grpo_jax.training import fit
+from grpo_jax.training.phases import fit
+from grpo_jax.training.prepare import load_model
 
 Values = Mapping[str, np.ndarray]  # name -> one number for each held-out pair or text; the first is minimised
 Rows = dict[str, dict[str, Any]]  # name of a row of the final table -> numbers by name

@@ -38,7 +38,6 @@ from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Size
-from grpo_jax.prepare import answer_of
 from grpo_jax.rewards.reward import RewardScores
 from grpo_jax.rl.grade import decode_groups, grade_completions, readable_group
 from grpo_jax.rl.guards import has_spread
@@ -50,6 +49,7 @@ from grpo_jax.runs.progress import RunConsole, say, watched
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.statistics import bootstrap, cell
 from grpo_jax.tasks.task import Task
+from grpo_jax.training.prepare import answer_of
 
 _AT_ONCE = 64  # completions to sample at once, which bounds the memory
 _SHOWN = 4  # prompts that are printed

@@ -13,8 +13,8 @@ peak = process + held + max(sampling, scoring, learning), in bytes:
 - scoring = the scoring model's pass over one piece
 - learning = max(gradients + activations of one piece, the step of the optimizer)
 
-Parameters are counted from the model's trees, sharded as in `models.params.sharding`. The other terms are rough formulas.
-tests/planning/test_memory.py compares them with XLA's plans for `sample` and `learn`. On a CPU they are at most 10% too
+Parameters are counted from the model's trees, sharded as in `models.params.sharding`. The other terms are rough
+formulas. tests/planning/test_memory.py compares them with XLA's plans for `sample` and `learn`. On a CPU they are at most 10% too
 low, and mostly within 6%; rows of 256 tokens and more are up to 41% too high. On one GPU they are at most 3% too low
 and 25% too high. Fragmentation is not included.
 

@@ -31,7 +31,7 @@ from grpo_jax.rl.source import completion_numbers, group_temperatures, make_samp
 from grpo_jax.rl.types import EVALUATION, SAMPLING, noise_of
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 V, EOS, PAD, P = 8, 6, 7, 3
 SHAPE = ModelConfig(V, 8, 16, 1, 2, 1, 4, initializer_range=0.5)

@@ -22,13 +22,13 @@ from grpo_jax.models.params.lora import merge
 from grpo_jax.models.params.tree import Adapted, split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import flattened
-from grpo_jax.prepare import load_model
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256, write_seal
 from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.pretrained import keep_description, load_run
 from grpo_jax.step import init_state
+from grpo_jax.training.prepare import load_model
 
 LORA = "--lora-rank 2 --lora-alpha 6 --lora-targets q_proj o_proj down_proj"
 LORA += " --param-dtype bfloat16 --remat layer --attention xla"

@@ -16,7 +16,7 @@ from grpo_jax.rl.evaluate import evaluate, sample_heldout
 from grpo_jax.rl.ppo import add_critic, critic_policy
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 MODEL = tiny_config(8)
 POLICY = decoder_policy(MODEL)

@@ -36,7 +36,7 @@ from grpo_jax.models.rows.pieces import choose_piece
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.step import Batch, score_completion_tokens
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 V = 8
 CONFIG = tiny_config(V)

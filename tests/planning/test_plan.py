@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from tiny import refused
 
 from experiments.benchmarks.shapes import MID
-from grpo_jax import prepare
 from grpo_jax.config import PPO, GRPOConfig, ModelOptions, recipe
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.options import from_json
 from grpo_jax.planning.memory import Shape, choose, estimate, shape_of
-from grpo_jax.prepare import RunOptions, apply_memory_plan
+from grpo_jax.training import prepare
+from grpo_jax.training.prepare import RunOptions, apply_memory_plan
 
 # Four prompts of 1,040 tokens; on an accelerator pieces of 16,384 tokens, so that all are one.
 SHAPE = Shape(4, 8, 16, 128, piece_tokens=0)

@@ -16,7 +16,7 @@ from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.training import train_with_evaluation
+from grpo_jax.training.phases import train_with_evaluation
 
 
 @dataclass(frozen=True)

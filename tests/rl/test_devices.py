@@ -56,7 +56,7 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 N, G, P, T = 16, 5, 3, 5
 EOS, PAD = 0, 1

@@ -1,4 +1,4 @@
-"""GRPO in five lines: a model, a reward and prompts. Use `training.train` for everything else."""
+"""GRPO in five lines: a model, a reward and prompts. Use `training.phases.train` for everything else."""
 
 import dataclasses
 import inspect
@@ -26,7 +26,6 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params.lora import merge
 from grpo_jax.models.params.tree import Adapted, format_of, join, split
 from grpo_jax.options import check_known, check_ranges, check_type, check_types, option_types
-from grpo_jax.prepare import RunOptions, begin, load_models, prepare, prompt_options
 from grpo_jax.presets import name_preset
 from grpo_jax.rewards.reward import RewardLike, Rewards, to_rewards
 from grpo_jax.rewards.worker import check_takes_examples_first
@@ -41,7 +40,8 @@ from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.generated import generated_task
 from grpo_jax.tasks.task import Task, text_task
 from grpo_jax.tasks.tools import check_calls, count_calls, reply_with, schemas_of
-from grpo_jax.training import PHASES, train, train_with_control
+from grpo_jax.training.phases import PHASES, train, train_with_control
+from grpo_jax.training.prepare import RunOptions, begin, load_models, prepare, prompt_options
 
 Prompt = str | Sequence[Message] | Mapping[str, Any]  # a text, chat messages or a row
 
