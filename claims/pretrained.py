@@ -29,6 +29,7 @@ from experiments.real import EXAMPLES, sums
 from experiments.stories import make_description
 from experiments.tasks.rewards import happy_sentences
 from experiments.tasks.stories import stories_task
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
 from grpo_jax.data.types import Component, Reward
 from grpo_jax.errors import UsageError
@@ -39,7 +40,6 @@ from grpo_jax.rewards.builtin import exact_answer
 from grpo_jax.rewards.reward import RewardLike
 from grpo_jax.rl.grpo import grpo_method, make_group_advantage
 from grpo_jax.rl.programs import Programs, make_method_programs
-from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import use_cache
 from grpo_jax.tasks.task import Task, random_reward, text_task

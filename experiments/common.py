@@ -15,7 +15,8 @@ from rich.table import Table
 
 from experiments import plots
 from experiments.tasks.characters import Characters
-from grpo_jax import hosts
+from grpo_jax import hosts, report
+from grpo_jax.commands import flags
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.models.config import ModelConfig
@@ -26,7 +27,6 @@ from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective
 from grpo_jax.options import Positive, Size
 from grpo_jax.rl.programs import Programs, make_programs
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell, interval_over_runs

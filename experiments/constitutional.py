@@ -36,6 +36,8 @@ from experiments import common
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds
 from experiments.tasks import letters
 from experiments.tasks.characters import Characters
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches
 from grpo_jax.data.types import Completion, Component, Reward, rng
@@ -48,7 +50,6 @@ from grpo_jax.options import Positive, Size
 from grpo_jax.rewards.constitution import Judge, constitution, model_judge, read_principles
 from grpo_jax.rewards.reward import RewardLike
 from grpo_jax.rl.evaluate import summary
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward

@@ -66,7 +66,8 @@ from experiments.judging import (
     samples_text,
 )
 from experiments.tasks.dialogue import candid, dialogue_rows, pack_chosen, split_by_dialogue, taken_up
-from grpo_jax import hosts
+from grpo_jax import hosts, report
+from grpo_jax.commands import flags
 from grpo_jax.commands.offline import encoding, scoring
 from grpo_jax.commands.reward_model import answer_lengths
 from grpo_jax.config import PPO, CriticConfig, GRPOConfig, ModelOptions, with_options
@@ -94,7 +95,6 @@ from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.ppo import add_critic, critic_policy
 from grpo_jax.rl.programs import Programs, make_programs
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description

@@ -44,6 +44,8 @@ import numpy as np
 from experiments import common, plots
 from experiments.common import Seeds, completions_batch, over_seeds, print_over_seeds
 from experiments.tasks import letters
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, pad_completions, rng
 from grpo_jax.errors import UsageError
@@ -57,7 +59,6 @@ from grpo_jax.rl.grade import grade_completions
 from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures
 from grpo_jax.rl.types import LABELLING, noise_of
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell

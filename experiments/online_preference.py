@@ -40,6 +40,8 @@ from experiments import common
 from experiments.common import Seeds, collect, completions_batch, over_seeds, print_over_seeds
 from experiments.tasks import letters
 from experiments.tasks.rounds import OnlineConfig, bradley_terry_judge, train_online
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, Example, pad_completions, rng
 from grpo_jax.errors import UsageError
@@ -53,7 +55,6 @@ from grpo_jax.options import Fraction, Size
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.programs import Programs
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.step import Batch

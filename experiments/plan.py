@@ -33,6 +33,7 @@ from experiments.paper.lowered import lowered, peak_bytes, planned_bytes
 from experiments.paper.topology import GPUS, as_if_here, devices_of_topology
 from experiments.planning.models import MODELS
 from experiments.planning.traffic import Exchange, learn_traffic, moved, sample_traffic, score_traffic
+from grpo_jax.commands.flags import read_flags, refusing
 from grpo_jax.config import PPO, GRPOConfig, ModelOptions, PlannedRemat, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import CPU, Traits, traits_of_gpu
@@ -54,7 +55,6 @@ from grpo_jax.planning.memory import (
     num_params,
     parts_of,
 )
-from grpo_jax.runs.flags import read_flags, refusing
 
 
 class Device(NamedTuple):

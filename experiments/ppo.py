@@ -24,12 +24,13 @@ from experiments import common
 from experiments.arithmetic import MODEL, WarmStart, warm_start
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds
 from experiments.tasks import arithmetic
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.config import PPO, CriticConfig, GRPOConfig, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.ppo import add_critic, critic_policy
 from grpo_jax.rl.programs import make_programs
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import random_reward

@@ -33,7 +33,8 @@ from scipy import special
 
 from experiments import common
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds
-from grpo_jax import hosts
+from grpo_jax import hosts, report
+from grpo_jax.commands import flags
 from grpo_jax.data.preferences import EncodedPairs, with_mismatched
 from grpo_jax.data.types import rng
 from grpo_jax.functional import dpo_loss, kto_loss
@@ -51,7 +52,6 @@ from grpo_jax.offline.pairs import (
 )
 from grpo_jax.offline.phase import SupervisedConfig, check_rows
 from grpo_jax.options import Positive, Seed, Size
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.step import TrainState

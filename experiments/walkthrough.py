@@ -29,6 +29,7 @@ from rich.table import Table
 from experiments import chapter
 from experiments.chapter import signed
 from grpo_jax import functional as F
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.text import check_ids, encode_prompts
@@ -51,7 +52,6 @@ from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import SAMPLING, Graded, noise_of
 from grpo_jax.rl.update import optimizer_step
-from grpo_jax.runs import flags
 from grpo_jax.runs.progress import use_cache
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import Array, Batch, score_completion_tokens

@@ -88,7 +88,7 @@ def train_online(
       run: The folder of the run.
       phase: The name of the policy's phase; phases of the reward model append "_reward_" and the round's number.
       programs: The compiled programs, as in `training.phases.train`.
-      evaluate: (reward model of the round, parameters of the policy, step) -> numbers to log, as in `training.phases.train`.
+      evaluate: (reward model of the round, parameters of the policy, step) -> numbers to log, as in `train`.
 
     Returns:
       The final state of the policy, and the last reward model.

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from grpo_jax.commands import flags
 from grpo_jax.commands.model_and_task import (
     SamplingOptions,
     check_subject,
@@ -40,7 +41,6 @@ from grpo_jax.options import Size
 from grpo_jax.rl.evaluate import Evaluation, evaluate, num_heldout_calls, sample_heldout, summary
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.source import make_sampler
-from grpo_jax.runs import flags
 from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import read_inputs
 from grpo_jax.runs.progress import RunConsole, watched

@@ -20,13 +20,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import EngineOptions, GRPOConfig, recipe, validate
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.rl.guards import check_task
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import import_wandb
 from grpo_jax.runs.progress import RunConsole, say
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task

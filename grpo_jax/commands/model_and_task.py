@@ -13,6 +13,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from grpo_jax.commands import flags
 from grpo_jax.config import CriticConfig, DecodingConfig, GRPOConfig, check_effects, recipe, validate
 from grpo_jax.data.generators import PREFIX
 from grpo_jax.data.text import Overlong
@@ -24,7 +25,6 @@ from grpo_jax.models.policy import resolve_dtype
 from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.rl.interaction import interaction_of
-from grpo_jax.runs import flags
 from grpo_jax.runs.pretrained import Step, load_run, phase_of
 from grpo_jax.runs.progress import use_cache
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, check_warmup, optimizer_source, with_options
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
@@ -30,7 +32,6 @@ from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, check_rows, make_fit_optimizer
 from grpo_jax.options import Fraction, Seed, Size
 from grpo_jax.rl.guards import length_warning
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description

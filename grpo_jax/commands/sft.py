@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.commands import flags
 from grpo_jax.commands.offline import Job, PairOptions, Values, encoding, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, TeacherConfig, check_warmup, with_options
@@ -47,7 +48,6 @@ from grpo_jax.offline.phase import SupervisedConfig, check_rows
 from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.options import Seed, Size, Weight
 from grpo_jax.rl.guards import length_warning
-from grpo_jax.runs import flags
 from grpo_jax.step import check_top_k
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import encode_rows, padding_id

@@ -14,9 +14,9 @@ peak = process + held + max(sampling, scoring, learning), in bytes:
 - learning = max(gradients + activations of one piece, the step of the optimizer)
 
 Parameters are counted from the model's trees, sharded as in `models.params.sharding`. The other terms are rough
-formulas. tests/planning/test_memory.py compares them with XLA's plans for `sample` and `learn`. On a CPU they are at most 10% too
-low, and mostly within 6%; rows of 256 tokens and more are up to 41% too high. On one GPU they are at most 3% too low
-and 25% too high. Fragmentation is not included.
+formulas. tests/planning/test_memory.py compares them with XLA's plans for `sample` and `learn`. On a CPU they are at
+most 10% too low, and mostly within 6%; rows of 256 tokens and more are up to 41% too high. On one GPU they are at most
+3% too low and 25% too high. Fragmentation is not included.
 
 A plan is the fastest way to compute a run that fits into the memory of a device. Pieces of `Traits.piece_tokens` with
 remat "none" are fastest. If these do not fit, pieces are halved, down to one prompt with its completions, and only then

@@ -66,7 +66,7 @@ class LoraDescription(NamedTuple):
 def keep_description(
     run: RunFolder, models: Mapping[str, Pretrained], options: ModelOptions, chat: bool | None = None
 ) -> None:
-    """Copies the policy's folder without its weights into the run, for `grpo_jax.runs.export`.
+    """Copies the policy's folder without its weights into the run, for `grpo_jax.commands.export`.
 
     Also prints the notes of all models, and how prompts that are text are encoded.
 
@@ -131,16 +131,6 @@ def _description(run: Path) -> dict[str, str]:
     names = {*filter(huggingface.is_copied, huggingface.files_of(folder)), _LORA_FILE}
     digests = hash_files(folder, (name for name in names if (folder / name).exists()))
     return {f"{name} of the model": digest for name, digest in digests.items()}
-
-
-def with_adapters(
-    params: Params, config: ModelConfig, options: ModelOptions | LoraDescription, key: jax.Array
-) -> Adapted:
-    """Adds new adapters to the parameters of a model, as the options of LoRA say."""
-    from grpo_jax.models.files.peft import targets_of  # loaded only for runs with adapters
-
-    targets = targets_of(config, options.lora_targets)
-    return add_adapters(params, key, rank=options.lora_rank, alpha=options.lora_alpha, targets=targets)
 
 
 # ---- loading the model from the run
@@ -252,7 +242,12 @@ def restore(
             config = untied_if_stored(params)
         else:
             config, base_params = (config, param_shapes(config)) if adapter else _load_base(lora, config, base)
-            add = partial(with_adapters, config=config, options=lora, key=jax.random.key(0))
+            from grpo_jax.models.files.peft import targets_of  # loaded only for runs with adapters
+
+            targets = targets_of(config, lora.lora_targets)
+            add = partial(
+                add_adapters, key=jax.random.key(0), rank=lora.lora_rank, alpha=lora.lora_alpha, targets=targets
+            )
             like = split(jax.eval_shape(add, base_params))[0]
             adapters, step = checkpoints.restore_params(lambda _: like, step)
             params = Adapted(base_params, adapters, jnp.float32(lora.lora_alpha / lora.lora_rank))

@@ -28,6 +28,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained, with_tokenizer
+from grpo_jax.models.params.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy, resolve_dtype
 from grpo_jax.options import check_ranges
 from grpo_jax.planning.memory import Plan, choose, num_params, shape_of
@@ -36,7 +37,7 @@ from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.source import Sampler
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import keep_description, with_adapters
+from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.tasks.task import Task
 
 Models = Mapping[str, Pretrained]  # by role: "policy" first, and optionally "teacher"
@@ -132,14 +133,17 @@ def load_model(
     width = pretrained.config.hidden_size
     if rank > width:
         raise UsageError(f"lora_rank is {rank}: it must be at most {width}, the width of the model")
-    if rank:
-        from grpo_jax.models.files.peft import targets_of  # loaded only for runs with adapters
-
-        targets_of(pretrained.config, options.lora_targets)
-    if not rank or not weights:
+    if not rank:
         return pretrained
-    params = with_adapters(pretrained.params, pretrained.config, options, jax.random.key(seed))
-    return pretrained._replace(params=params)
+    from grpo_jax.models.files.peft import targets_of  # loaded only for runs with adapters
+
+    targets = targets_of(pretrained.config, options.lora_targets)
+    if not weights:
+        return pretrained
+    adapted = add_adapters(
+        pretrained.params, jax.random.key(seed), rank=rank, alpha=options.lora_alpha, targets=targets
+    )
+    return pretrained._replace(params=adapted)
 
 
 def load_frozen(role: str, name: str | Path, options: ModelOptions, student: Pretrained, **loading: Any) -> Pretrained:

@@ -27,6 +27,7 @@ from grpo_jax.models.params.lora import merge
 from grpo_jax.models.params.tree import Adapted, format_of, join, split
 from grpo_jax.options import check_known, check_ranges, check_type, check_types, option_types
 from grpo_jax.presets import name_preset
+from grpo_jax.report import finish, print_results
 from grpo_jax.rewards.reward import RewardLike, Rewards, to_rewards
 from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.rl.iteration import OnRollout
@@ -34,7 +35,6 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.files import import_wandb
 from grpo_jax.runs.folder import RunFolder, choose_folder, open_folder, options_of_run
 from grpo_jax.runs.pretrained import restore
-from grpo_jax.runs.report import finish, print_results
 from grpo_jax.runs.runner import OnLine
 from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.generated import generated_task

@@ -13,8 +13,9 @@ from tiny import GOLDEN, read_lines, refused, slow_unless, write_rows
 
 from experiments.tasks import arithmetic
 from grpo_jax import hosts
-from grpo_jax.commands import kto, sft, train
+from grpo_jax.commands import flags, kto, sft, train
 from grpo_jax.commands.dpo import CONSTANTS
+from grpo_jax.commands.export import Options, export
 from grpo_jax.commands.offline import encoding
 from grpo_jax.config import TeacherConfig
 from grpo_jax.data.preferences import encode_preferences, read_preferences
@@ -22,8 +23,6 @@ from grpo_jax.models.chat import Chat
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.offline.sft import text_nll
 from grpo_jax.rewards.learned import load_reward_model
-from grpo_jax.runs import flags
-from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.folder import run_digest
 
 SFT = ("--steps", 12, "--num-rows", 16, "--learning-rate", 1e-2, "--eval-every", 6, "--checkpoint-every", 4)

@@ -36,7 +36,8 @@ from tiny import (
     write_rows,
 )
 
-from grpo_jax.commands import evaluate, model_and_task, sft, train
+from grpo_jax.commands import evaluate, flags, model_and_task, sft, train
+from grpo_jax.commands.export import Options, export
 from grpo_jax.config import EngineOptions, recipe
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.types import Completion, Prompt
@@ -47,8 +48,6 @@ from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained, 
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rewards.learned import load_reward_model, reward_function
-from grpo_jax.runs import flags
-from grpo_jax.runs.export import Options, export
 
 # ---- files
 

@@ -12,7 +12,7 @@ import pytest
 from server import Server
 from tiny import STORIES, digit_prompts, digit_stop, digit_task, needs_data, read_lines, refused, says_three, write_rows
 
-from grpo_jax.commands import evaluate, grpo, ppo
+from grpo_jax.commands import evaluate, flags, grpo, ppo
 from grpo_jax.config import EngineOptions, recipe, with_options
 from grpo_jax.data.episodes import Reply, environment
 from grpo_jax.data.prompts import pad_prompts
@@ -29,7 +29,6 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import EVALUATION, SAMPLING, noise_of
-from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.training.phases import train
 

@@ -8,7 +8,7 @@ import pytest
 from browser import CHROMIUM, DRIVER, open_browser
 from pages import EPISODE, HOSTILE, everywhere, group, make_run, metrics
 
-from grpo_jax.runs.report import write_report
+from grpo_jax.report import write_report
 
 pytestmark = pytest.mark.skipif(not (DRIVER and CHROMIUM), reason="needs chromium and chromedriver")
 VISIBLE = HOSTILE.translate({0xD800: 0xFFFD, 0: 0x2400, 13: 0x240D})  # as a page can show it
@@ -285,7 +285,7 @@ def test_long_completions_fold_and_cut_ones_are_marked(show, monkeypatch):
     page.run("document.querySelector('.more input').click()")
     assert page.run(height) > folded
     assert show(metrics(1), [group(1)]).texts(".more") == []
-    monkeypatch.setattr("grpo_jax.runs.report.MAX_BYTES", 70_000)
+    monkeypatch.setattr("grpo_jax.report.MAX_BYTES", 70_000)
     page = show(metrics(1, 2), [group(step, text="ab " * 3000, size=4) for step in (1, 2)])
     (about,) = {*page.texts(".card > p.soft")}
     assert int(re.findall(r"\d+", about)[0]) + len(page.texts(".card .text")[0]) == 9_000

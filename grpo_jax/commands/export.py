@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import tyro
 
 import grpo_jax
+from grpo_jax.commands.flags import program, read_flags, refusing
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models import huggingface
 from grpo_jax.models.files import peft, weights
 from grpo_jax.models.files.families import text_part
 from grpo_jax.options import flattened
 from grpo_jax.runs.files import COMMAND, read_object, write_text
-from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import numbered_runs
 from grpo_jax.runs.pretrained import Step, phase_of, restore
 from grpo_jax.runs.progress import RunConsole, say

@@ -1,13 +1,7 @@
-"""Writes a run as a page that people can read: report.html, which opens from disk and uses no network.
+"""Reports a run to people: as the page report.html, and in tables and sentences at its end.
 
-It shows warnings, results, the curves that decide whether the run learned, all other metrics, and groups of completions
-with rewards, advantages and the probabilities of tokens. It can be written while the run continues.
-
-  grpo-jax report runs/train
+`write_report` collects the run's numbers and texts as one JSON object, which the script in `report_page.html` draws.
 """
-
-# This module collects the run's numbers and texts as one JSON object, which the script in `report_page.html` draws. It
-# also prints the tables at the end of a run.
 
 import base64
 import hashlib
@@ -18,22 +12,19 @@ import shlex
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, repeat
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich import box
 from rich.table import Table
 
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.options import flattened
 from grpo_jax.runs.files import each_line, finite, read_lines, read_object, write_json, write_text
-from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import LINE, SIDE_PHASES, RunFolder, is_coin
-from grpo_jax.runs.progress import RunConsole, programs_so_far, say
+from grpo_jax.runs.progress import programs_so_far
 from grpo_jax.statistics import cell
 
 MAX_BYTES = 5_000_000  # the page leaves out rollouts and curves to stay below this size
@@ -65,21 +56,6 @@ _GROUP: Mapping[str, Any] = {
 }
 
 Line = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The run to show."""
-
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Folder of a run."""
-
-
-def command() -> None:
-    """Runs the command."""
-    with refusing():
-        page = write_report(read_flags(Options, prog=program(), description=__doc__).run)
-        say(RunConsole(), f"report: {page}")
 
 
 def write_report(folder: Path) -> Path:

@@ -3,7 +3,7 @@
 import json
 import re
 
-from grpo_jax.runs import report
+from grpo_jax import report
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- \u2028 \ud800 \0 \r &lt; \" ' <!--run--> ]]> \u202e \U0001f600"
 EPISODE = {

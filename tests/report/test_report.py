@@ -11,13 +11,13 @@ import pytest
 from pages import EPISODE, HOSTILE, data_of, everywhere, group, make_run, metrics, write_page
 from rich.console import Console
 
-import grpo_jax.runs.report
+import grpo_jax.report
 from experiments.common import print_groups
 from grpo_jax.errors import UsageError
+from grpo_jax.report import write_report
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.report import write_report
 
-TEMPLATE = Path(grpo_jax.runs.report.__file__).with_name("report_page.html").read_text("utf-8")
+TEMPLATE = Path(grpo_jax.report.__file__).with_name("report_page.html").read_text("utf-8")
 
 
 def steps_of(data, phase="grpo"):
@@ -212,7 +212,7 @@ def test_a_damaged_line_is_named(tmp_path, file, line, message):
 
 
 def test_large_runs_are_thinned_evenly_with_a_note(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(grpo_jax.report, "MAX_BYTES", 100_000)
     groups = [group(step, text="a b " * 20) for step in range(1, 101) for _ in range(2)]
     data = write_page(tmp_path / "run", metrics(*range(1, 101)), groups)
     assert (tmp_path / "run/report.html").stat().st_size > 85_000  # the room is used
@@ -225,7 +225,7 @@ def test_large_runs_are_thinned_evenly_with_a_note(tmp_path, monkeypatch):
 
 
 def test_overlong_completions_are_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 70_000)
+    monkeypatch.setattr(grpo_jax.report, "MAX_BYTES", 70_000)
     groups = [group(step, text="ab " * 3000, size=4) for step in (1, 2)]
     data = write_page(tmp_path / "run", metrics(1, 2), groups)
     shown = data["rollouts"]["grpo"][-1][1][0]
@@ -239,7 +239,7 @@ def test_overlong_completions_are_cut(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("long", ["prompt", "columns"])
 def test_overlong_prompts_and_columns_are_cut(tmp_path, monkeypatch, long):
-    monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 200_000)
+    monkeypatch.setattr(grpo_jax.report, "MAX_BYTES", 200_000)
     text = "é<" * 50_000
     changed = {"prompt": text} if long == "prompt" else {"columns": {"context": [text], "answer": 72}}
     data = write_page(tmp_path / "run", metrics(1, 2), [group(step, **changed) for step in (1, 2)])
@@ -253,14 +253,14 @@ def test_overlong_prompts_and_columns_are_cut(tmp_path, monkeypatch, long):
 
 
 def test_groups_too_large_after_cutting_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 45_000)
+    monkeypatch.setattr(grpo_jax.report, "MAX_BYTES", 45_000)
     data = write_page(tmp_path / "run", metrics(1), [group(1, size=400)])
     assert data["rollouts"] == {}
     assert "too large" in data["about"]
 
 
 def test_long_options_and_curves_keep_pages_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(grpo_jax.report, "MAX_BYTES", 100_000)
     template = "é" * 100_000
     make_run(tmp_path, [{**line, **{f"m{i}": i + 0.12345 for i in range(2000)}} for line in metrics(1, 2)], [group(1)])
     for name in ("config.json", "results.json"):
@@ -308,4 +308,4 @@ def test_long_rollouts_are_read_one_at_a_time(tmp_path):
         tracemalloc.stop()
     assert len(run.lines("rollouts.jsonl")) == 601
     assert peaks["rewind"] < 0.1 * size
-    assert peaks["report"] < 12 * grpo_jax.runs.report.MAX_BYTES
+    assert peaks["report"] < 12 * grpo_jax.report.MAX_BYTES

@@ -16,6 +16,7 @@ from tiny import random_params, refused, save_tiny_model
 
 from experiments.tasks import arithmetic
 from grpo_jax import GRPOTrainer, commands
+from grpo_jax.commands.export import Options, export
 from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.data.episodes import Reply, episode_return
 from grpo_jax.data.types import Component
@@ -23,7 +24,6 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_pretrained
 from grpo_jax.options import flattened, option_types
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.export import Options, export
 from grpo_jax.tasks.adapters import trl_reward
 
 PROMPTS = ["1+1=", "2+2=", "12+3="]
