@@ -51,9 +51,9 @@ from grpo_jax.planning.memory import (
     Plan,
     Shape,
     choose,
+    count_shards,
     estimate,
     num_params,
-    parts_of,
 )
 
 
@@ -361,7 +361,7 @@ def sharding_table(model: ModelConfig, shape: Shape) -> Table:
     table, params = Table("parameter", "shape", "cut along", "MB of a device", box=None), param_shapes(model)
     specs = jax.tree.leaves(sharding.specs(params, shape.mesh))
     for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True):
-        name, size = "/".join(key.key for key in path), x.size * x.dtype.itemsize / parts_of(spec, shape.mesh)
+        name, size = "/".join(key.key for key in path), x.size * x.dtype.itemsize / count_shards(spec, shape.mesh)
         axes = " ".join(_axes(entry, shape) for entry in spec)
         table.add_row(name, " x ".join(map(str, x.shape)), axes, f"{size / 1e6:.1f}")
     return table

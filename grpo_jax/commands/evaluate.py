@@ -16,6 +16,7 @@ import dataclasses
 import json
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,9 +67,7 @@ class Options(SamplingOptions, EngineOptions):
     """Folder for numbers.json, with every option and the checkpoint's step, and completions.jsonl."""
 
 
-def parse(args: list[str] | None = None) -> Options:
-    """Reads the command line. If MODEL is the folder of a run, the run's options are the defaults."""
-    return read_command_line(Options, __doc__, args)
+parse = partial(read_command_line, Options, __doc__)
 
 
 def main(options: Options) -> None:

@@ -29,7 +29,7 @@ from rich.console import Console
 
 from grpo_jax import functional, hosts
 from grpo_jax.config import BEST_CORRECTION, check_effects, with_options
-from grpo_jax.data.types import parts_of
+from grpo_jax.data.types import wrapped_functions
 from grpo_jax.devices import COMPILING
 from grpo_jax.errors import Interruption, UsageError, flush_output, lacking, open_nowhere, reading, user_path
 from grpo_jax.functional.numerics import constants_of
@@ -169,7 +169,7 @@ def _constants(default: Any, correction: str) -> str:
 
 def _text_of(function: Any, name: str) -> str:
     """Returns the text on an argument in the docstrings of a function and of those that it wraps."""
-    docs = "\n\n".join(part.__doc__ or "" for part in parts_of(function))
+    docs = "\n\n".join(part.__doc__ or "" for part in wrapped_functions(function))
     found = re.search(rf"^ +{name}: (.*?)(?=\n *\w+: |\n\s*\n|\Z)", docs, re.DOTALL | re.MULTILINE)
     text = " ".join(found[1].split()) if found else ""
     other = re.match(r"see `(\w+)`", text)

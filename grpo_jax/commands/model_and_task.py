@@ -68,11 +68,11 @@ Options = TypeVar("Options", bound=SamplingOptions)
 # ---- the command line
 
 
-def run_command(parse: Callable[[], Options], main: Callable[[Options], None]) -> None:
+def run_command(read: Callable[[], Options], main: Callable[[Options], None]) -> None:
     """Reads the command line and runs a command."""
     try:
         with flags.refusing():
-            options = parse()
+            options = read()
             if options.compilation_cache:
                 use_cache()
             main(options)
@@ -81,7 +81,7 @@ def run_command(parse: Callable[[], Options], main: Callable[[Options], None]) -
 
 
 def read_command_line(
-    options_class: type[Options], description: str | None, args: list[str] | None, *, of_run: Iterable[str] = ()
+    options_class: type[Options], description: str | None, args: list[str] | None = None, *, of_run: Iterable[str] = ()
 ) -> Options:
     """Reads the command line. If MODEL is the folder of a run, the run's options are the defaults.
 
@@ -208,7 +208,7 @@ def open_model_and_task(options: SamplingOptions, subject: Subject, **task_optio
     Raises:
       UsageError: Model and task cannot be opened or do not work together, or every reward fails.
     """
-    pretrained, step = load(options)
+    pretrained, step = load_sampling_model(options)
     sampling = subject.config.sampling
     prompting = prompt_options(options, sampling, pretrained)
     has_levels = subject.same_task and subject.saved.get("curriculum", 0) > 0
@@ -221,7 +221,7 @@ def open_model_and_task(options: SamplingOptions, subject: Subject, **task_optio
         yield Opened(pretrained, step, task, notes)
 
 
-def load(options: SamplingOptions) -> tuple[Pretrained, int | None]:
+def load_sampling_model(options: SamplingOptions) -> tuple[Pretrained, int | None]:
     """Loads a model, or the model of a run. Also returns the step of the run's checkpoint, or None."""
     if saved := saved_options(options.model):
         dtype = resolve_dtype(saved.get("dtype", "float32"))

@@ -96,19 +96,19 @@ class Job(NamedTuple):
     leave: Callable[[RunFolder, Any, Any], Mapping[str, Any]] = lambda run, evaluation, params: {}
 
 
-def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
+def run_method(make_job: Callable[[Any], Job], config: Any) -> None:
     """Trains and evaluates; prints a table and the checksum, and writes results.json and report.html.
 
     Args:
-      prepare: The method: options of the run -> the job.
+      make_job: The method: options of the run -> the job.
       config: The options of the run.
     """
     started = time.perf_counter()
     make_fit_optimizer(config.train)  # refuses a bad one before the data is read
-    job = prepare(config)
+    job = make_job(config)
     # A resumed run keeps the dtype, even on another kind of device.
     config = with_options(job.config, dtype=job.model.config.dtype)
-    run = open_run(job._replace(config=config))
+    run = open_job(job._replace(config=config))
     params = place(job.params, devices_of(config.train))
     if job.with_reference:
         with run.waiting("scoring all completions by the reference (may take minutes)"):
@@ -148,7 +148,7 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     report.finish(run, {**rows, **more}, checksum, started)
 
 
-def open_run(job: Job) -> RunFolder:
+def open_job(job: Job) -> RunFolder:
     """Opens the folder of a run, and stores the model's description, the warnings and the digests of all inputs."""
     run = flags.open_run(job.config)
     keep_description(run, {"policy": job.model, **job.others}, job.config.model, job.config.chat)

@@ -53,7 +53,7 @@ class Config(PairOptions):
     """Number of bins of the calibration curve."""
 
 
-def prepare(config: Config) -> Job:
+def make_reward_model_job(config: Config) -> Job:
     """Reads the pairs, loads the model and adds a head to it.
 
     Raises:
@@ -99,7 +99,7 @@ def prepare(config: Config) -> Job:
     )
 
 
-main = partial(run_method, prepare)
+main = partial(run_method, make_reward_model_job)
 
 
 def answer_lengths(pairs: EncodedPairs) -> np.ndarray:

@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,7 @@ class Options(SamplingOptions):
     """File to write, with a line of JSON for each prompt, as in a run's rollouts.jsonl."""
 
 
-def parse(args: list[str] | None = None) -> Options:
-    """Reads the command line. If MODEL is the folder of a run, the run's options are the defaults."""
-    return read_command_line(Options, __doc__, args, of_run=("group_size", "seed"))
+parse = partial(read_command_line, Options, __doc__, of_run=("group_size", "seed"))
 
 
 def main(options: Options) -> None:
@@ -94,7 +93,7 @@ def main(options: Options) -> None:
         groups = [readable_group(task, row, graded, i, completions, i, texts[i]) for i, row in enumerate(examples)]
         if file:  # first, for nobody may read the terminal to its end
             write_text(file, "".join(json.dumps(finite(group)) + "\n" for group in groups))
-        names = names_of(task)
+        names = reward_names(task)
         for number, group in enumerate(groups[:_SHOWN]):
             say(console, f"prompt {number + 1}, {prompts.tokens.mask[number].sum()} tokens: {shorten(group['prompt'])}")
             show_group(console, group, names)
@@ -110,7 +109,7 @@ def main(options: Options) -> None:
     console.print(f"{time.perf_counter() - started:.0f} s")
 
 
-def names_of(task: Task) -> list[str]:
+def reward_names(task: Task) -> list[str]:
     """Returns the names of the rewards, after "" for the weighted sum. A single reward is the sum."""
     names = [*task.rewards.components]
     return ["", *names] if len(names) > 1 else [""] * len(names)
@@ -152,7 +151,7 @@ def try_texts(task: Task, examples: Sequence[Example], group_size: int) -> dict[
 
     Rewards of several turns need a transcript, so they are not tried.
     """
-    tries = {"empty text": lambda row: "", "prompt copied": prompt_of, "answer copied": answer_of}
+    tries = {"empty text": lambda row: "", "prompt copied": copied_prompt, "answer copied": answer_of}
     scores: dict[str, RewardScores] = {}
     for what, write in tries.items() if interaction_of(task).parts != "turns" else ():
         written = [(row, Completion(text)) for row in examples if (text := write(row)) is not None]
@@ -179,7 +178,7 @@ def mean_of(values: np.ndarray) -> str:
     return cell({"mean": float(numbers.mean()) if numbers.size else np.nan}, "mean")
 
 
-def prompt_of(row: Example) -> str:
+def copied_prompt(row: Example) -> str:
     """Returns what a policy would write that copies its prompt: the last message, or the text."""
     messages = getattr(row["prompt"], "messages", ())
     return str(messages[-1].get("content") or "") if messages else str(row["prompt"])

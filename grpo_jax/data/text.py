@@ -36,7 +36,7 @@ _BATCH = 1000  # texts in one call of a tokenizer
 _BAR_AFTER = 3.0  # seconds
 
 
-def progress(items: Iterable[T], words: str) -> Iterable[T]:
+def show_progress(items: Iterable[T], words: str) -> Iterable[T]:
     """Returns the items, with a progress bar in a terminal if they take more than a few seconds."""
     from tqdm import tqdm  # installed with the tokenizers
 
@@ -179,7 +179,7 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool) 
       special_tokens: True to add the special tokens with which the tokenizer begins and ends texts.
     """
     token_ids = []
-    for start in progress(range(0, len(texts), _BATCH), f"encoding, {_BATCH} texts at a time"):
+    for start in show_progress(range(0, len(texts), _BATCH), f"encoding, {_BATCH} texts at a time"):
         batch = list(texts[start : start + _BATCH])
         encoded = tokenizer(batch, add_special_tokens=special_tokens, return_attention_mask=False)
         token_ids += [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]

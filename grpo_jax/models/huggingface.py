@@ -29,7 +29,7 @@ from grpo_jax.models.files.weights import (
     read_json,
     save_params,
     untie_if_different,
-    write_json,
+    write_model_json,
 )
 from grpo_jax.models.params.tree import Adapted, Params, Quantize, check_decoder, check_full_precision
 
@@ -343,7 +343,7 @@ def save_pretrained(
     with complete_or_not_at_all(folder) as partial:
         if source:
             copy_text_files(source, partial)
-        write_json(partial / "config.json", written)
+        write_model_json(partial / "config.json", written)
         if source:
             with suppress(UsageError):  # a tokenizer that cannot be loaded is copied as it is
                 _name_turn_end(partial)
@@ -360,7 +360,7 @@ def _name_turn_end(folder: Path) -> None:
     named = _eos_ids_in(file) if file.exists() else _eos_ids_in(folder / "config.json")
     if end is not None and end not in named:
         ids = sorted({end, *named} - {None}, key=int)  # type: ignore[arg-type]
-        write_json(file, (read_json(file) if file.exists() else {}) | {"eos_token_id": ids})
+        write_model_json(file, (read_json(file) if file.exists() else {}) | {"eos_token_id": ids})
 
 
 def classifier_class(model_type: str) -> str:
@@ -432,7 +432,7 @@ def save_description(folder: Path, config: ModelConfig, *, source: Path | None =
     if source:
         copy_text_files(source, folder)
     else:
-        write_json(folder / "config.json", config_to_huggingface(config))
+        write_model_json(folder / "config.json", config_to_huggingface(config))
 
 
 def files_of(folder: Path) -> list[str]:

@@ -34,7 +34,7 @@ class Target(NamedTuple):
     nll_coef: float = 0.0  # λ, the weight of the tokens' NLL, which is added to the divergence
 
 
-def check_options(options: TeacherConfig, nll_coef: float) -> None:
+def check_teacher_options(options: TeacherConfig, nll_coef: float) -> None:
     """Raises if the options of a phase with a teacher do not work together.
 
     Args:

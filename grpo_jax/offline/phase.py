@@ -133,7 +133,7 @@ def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitP
     )
 
 
-def read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> StepLog:
+def read_metrics(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> StepLog:
     """Returns the line of a step, which is empty unless a line is due or the step was skipped.
 
     Each skipped step has a line, so that lines do not depend on where a run was interrupted.

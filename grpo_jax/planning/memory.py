@@ -42,7 +42,7 @@ from grpo_jax.functional.products import GPU, Traits, traits_of_backend
 from grpo_jax.models.config import DELTA_CHUNK, READ, Dtype, Form, ModelConfig, Remat
 from grpo_jax.models.decoder.attention import num_blocks
 from grpo_jax.models.decoder.heads import without_vocabulary
-from grpo_jax.models.decoder.transformer import Params, param_shapes, repetition
+from grpo_jax.models.decoder.transformer import Params, find_repetition, param_shapes
 from grpo_jax.models.params import sharding
 from grpo_jax.models.params.lora import add_adapters
 from grpo_jax.models.params.quantised import quantise_params
@@ -259,10 +259,10 @@ def bytes_on_device(tree: Any, mesh: Any) -> int:
 def _on_device(tree: Any, mesh: Any) -> list[tuple[Any, int]]:
     """Returns the leaves of a tree, each with the number of its elements on one device."""
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(sharding.specs(tree, mesh)), strict=True)
-    return [(x, x.size // parts_of(spec, mesh)) for x, spec in leaves]
+    return [(x, x.size // count_shards(spec, mesh)) for x, spec in leaves]
 
 
-def parts_of(spec: jax.sharding.PartitionSpec, mesh: Any) -> int:
+def count_shards(spec: jax.sharding.PartitionSpec, mesh: Any) -> int:
     """Counts the shards that a `PartitionSpec` cuts an array into."""
     axes = [name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
     return math.prod(mesh[name] for name in axes)
@@ -405,12 +405,12 @@ def _activations(model: ModelConfig, shape: Shape) -> int:
     scores = 0 if _is_fused(model, shape) else scores
     whole_layers = (shape.fsdp > 1 or shape.quantize != "none") + (model.experts is not None)  # gradients of experts
     # XLA on a CPU computes delta nets ahead of the loop over layers again all at once, also with remat.
-    ahead = sum(form.mixer == "delta" for form in forms[: repetition(forms)[0]])
+    ahead = sum(form.mixer == "delta" for form in forms[: find_repetition(forms)[0]])
     nets = max(ahead, min(len(model.delta_layers), 1))
     scores = max(scores, FLOAT32 * nets * tokens * _delta_elements(model))
     layer = working * BYTES[model.dtype] + whole_layers * _whole_layer(model, shape)
     if model.experts:  # all layers of a period are in memory at once
-        layer *= repetition(forms)[1]
+        layer *= find_repetition(forms)[1]
     return stored * _bytes(model, shape) + _unrolled(model, shape) + max(layer + scores, _logits(model, shape))
 
 

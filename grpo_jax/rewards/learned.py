@@ -64,7 +64,7 @@ def save_reward_model(folder: str | Path, model: RewardModel, **options: Any) ->
     Raises:
       UsageError: The folder is not empty.
     """
-    return save_pretrained(folder, heads.merge(model.params), model.config, source=model.folder, **options)
+    return save_pretrained(folder, heads.merge_decoder(model.params), model.config, source=model.folder, **options)
 
 
 def reward_function(

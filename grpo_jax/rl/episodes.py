@@ -52,7 +52,7 @@ def check_turns(options: SamplingConfig) -> None:
 # ---- sampling
 
 
-def make_draw(
+def make_episode_draw(
     task: Task, policy: Policy, sampling: SamplingConfig, devices: Devices
 ) -> tuple[Callable[..., Completions], None]:
     """Returns the function `draw` of a `Sampler`. There is no single program.
@@ -395,7 +395,7 @@ def add_zeros(batch: Batch, sampling: SamplingConfig) -> Batch:
 EPISODES = Interaction(
     "turns",
     check_turns,
-    make_draw,
+    make_episode_draw,
     read_episode,
     find_turns,
     report_episodes,

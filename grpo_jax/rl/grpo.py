@@ -86,10 +86,10 @@ def optimizer_of(config: GRPOConfig, schedule: optax.Schedule) -> optax.Gradient
 
 def _routing_term(num_experts: int) -> LossTerm:
     """Returns a term of value 0 that logs how tokens are distributed over experts."""
-    from grpo_jax.models.decoder.experts import load  # not loaded for dense models
+    from grpo_jax.models.decoder.experts import load_metrics  # not loaded for dense models
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        return jnp.zeros(()), Logs(load(forward.states.routing, batch.completion_mask, num_experts))
+        return jnp.zeros(()), Logs(load_metrics(forward.states.routing, batch.completion_mask, num_experts))
 
     return term
 

@@ -32,7 +32,7 @@ def check_one_turn(options: SamplingConfig) -> None:
         )
 
 
-def make_draw(
+def make_text_draw(
     task: Task, policy: Policy, sampling: SamplingConfig, devices: Devices
 ) -> tuple[Callable[..., Completions], Callable[..., Completions]]:
     """Returns the function `draw` of a `Sampler`, and its program, which is compiled at its first call."""
@@ -131,7 +131,7 @@ def span_columns(
     }
 
 
-ONE_TURN = Interaction("spans", check_one_turn, make_draw, read_text, find_spans, report_texts, span_columns)
+ONE_TURN = Interaction("spans", check_one_turn, make_text_draw, read_text, find_spans, report_texts, span_columns)
 
 
 def interaction_of(task: Task) -> Interaction:

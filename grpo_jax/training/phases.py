@@ -159,7 +159,7 @@ def fit(
       UsageError: The configuration does not work, or a batch cannot be divided among pieces and devices.
       FloatingPointError: Gradients were not finite too many times in a row.
     """
-    from grpo_jax.offline.phase import check_rows, make_fit_programs, read_line  # runs with rewards load without it
+    from grpo_jax.offline.phase import check_rows, make_fit_programs, read_metrics  # runs with rewards load without it
 
     devices, programs = devices_of(config), make_fit_programs(objective, config)
     trained, frozen = (place(part, devices) for part in split(params))
@@ -169,7 +169,7 @@ def fit(
         check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
         state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
         on_dispatch()
-        return state, partial(read_line, phase, config, number + 1, metrics, batch)
+        return state, partial(read_metrics, phase, config, number + 1, metrics, batch)
 
     return run_steps(
         run,

@@ -334,7 +334,7 @@ def supervised(tmp_path_factory):
 
     def texts(args: list[Any], side: int, model: Pretrained) -> list[tuple[list[int], list[int]]]:
         options = flags.parse(sft.Config, None, list(map(str, args)))
-        packed = sft.encode_texts(options, sft.read_completions(options), model)[side]
+        packed = sft.encode_splits(options, sft.read_training_rows(options), model)[side]
         rows = zip(packed.ids, packed.texts, packed.completion_mask, strict=True)
         parts = (
             (ids[(numbers == n)], learned[numbers == n])

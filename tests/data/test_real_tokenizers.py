@@ -77,7 +77,7 @@ def encoded(chat, form, file, in_chat):
     if form in ("language modelling", "prompt-completion"):
         config = sft.Config(task=str(file), num_heldout=1)
         model = Pretrained(ModelConfig(size, 8, 16, 1, 2, 1, 4), {}, chat.tokenizer, chat.eos_ids, file.parent)
-        sides = sft.encode_texts(config, sft.read_completions(config), model)[:2]
+        sides = sft.encode_splits(config, sft.read_training_rows(config), model)[:2]
         return [text for side in sides for text in texts_of(side)]
     read, encode = read_preferences, encode_preferences
     if form == "unpaired preference":

@@ -21,9 +21,9 @@ from grpo_jax.models.decoder.transformer import (
     by_layer,
     compute_rows,
     embed,
+    find_repetition,
     layer_params,
     param_shapes,
-    repetition,
 )
 from grpo_jax.models.params.sharding import BATCH
 from grpo_jax.models.policy import decoder_policy
@@ -201,7 +201,7 @@ REPETITIONS = [("aaaa", (0, 1)), ("abbb", (1, 1)), ("abab", (0, 2)), ("aabab", (
 
 @pytest.mark.parametrize(("modules", "expected"), REPETITIONS)
 def test_layers_that_repeat_are_one_loop(modules, expected):
-    assert repetition(tuple(modules)) == expected
+    assert find_repetition(tuple(modules)) == expected
 
 
 @pytest.mark.parametrize("config", [ALL, MIXTURE, SPARSE], ids=[*NAMES[1:], "some experts"])

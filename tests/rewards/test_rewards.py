@@ -21,7 +21,7 @@ from tiny import refused
 from grpo_jax.data.types import Completion, Component, Span
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rewards.reward import to_rewards
-from grpo_jax.rewards.worker import load
+from grpo_jax.rewards.worker import load_function
 
 ROOT = Path(__file__).parents[2]
 
@@ -423,7 +423,7 @@ UNLOADABLE = [
 @pytest.mark.parametrize(("spec", "arguments", "words"), UNLOADABLE)
 def test_unloadable_rewards_are_refused_in_one_sentence(file, spec, arguments, words):
     with refused(words):
-        load("reward", spec.replace("FILE", str(file)), arguments)
+        load_function("reward", spec.replace("FILE", str(file)), arguments)
 
 
 BROKEN_FILES = [
@@ -450,7 +450,7 @@ KEYWORDS = [(name, {"scale": 2}) for name in ("plain", "needs", "waits", "makes"
 
 @pytest.mark.parametrize(("name", "arguments"), KEYWORDS)
 def test_keywords_reach_rewards_and_their_factories(file, name, arguments):
-    reward = load("reward", f"{file}:{name}", arguments)
+    reward = load_function("reward", f"{file}:{name}", arguments)
     assert to_rewards(reward).score([{}], texts("abc")).rewards.tolist() == [6.0]
 
 
@@ -458,7 +458,7 @@ def test_modules_of_the_current_folder_are_importable(file, tmp_path, monkeypatc
     (tmp_path / "of_this_folder.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
-    assert load("reward", "of_this_folder:plain")([{}], texts("a")) == [1.0]
+    assert load_function("reward", "of_this_folder:plain")([{}], texts("a")) == [1.0]
 
 
 BAD_LIMITS = [

@@ -164,7 +164,9 @@ def test_pair_gradients_are_those_of_bradley_terry():
 def test_adapters_below_the_head_are_merged():
     params = LOOKING._replace(decoder=randomly_adapted(LOOKING.decoder))
     arrays = pad_pairs(PAIRS, np.arange(4), (3, 4))[:3]
-    whole, merged, without = (heads.score_groups(CONFIG, p, *arrays) for p in (params, heads.merge(params), LOOKING))
+    whole, merged, without = (
+        heads.score_groups(CONFIG, p, *arrays) for p in (params, heads.merge_decoder(params), LOOKING)
+    )
     np.testing.assert_allclose(whole, merged, rtol=1e-4, atol=1e-5)
     assert np.abs(whole - without).max() > 0.1
 

@@ -487,8 +487,8 @@ def attend_past(
     if w > 1:
         masks = tuple(jnp.repeat(mask, q, axis=3).reshape(*mask.shape[:3], 1, q * w, -1) for mask in masks)
     bias, own_bias = (_bias(mask)[:, :, :, 0] for mask in masks)
-    prompt_scores = softcapped(caches.score_prompt(queries, prompt), scores.softcap) + bias
-    suffix = softcapped(caches.score_cache(queries, cache), scores.softcap) + caches.split_blocks(own_bias, cache)
+    prompt_scores = softcapped(caches.match_prompt(queries, prompt), scores.softcap) + bias
+    suffix = softcapped(caches.match_cache(queries, cache), scores.softcap) + caches.split_blocks(own_bias, cache)
 
     maximum = jnp.maximum(jnp.max(prompt_scores, axis=-1), jnp.max(suffix, axis=(-3, -1)))
     if scores.sinks is not None:

@@ -80,14 +80,14 @@ def _num_blocks(cache: KeyValues) -> int:
 # ---- products with it
 
 
-def score_prompt(queries: jax.Array, prompt: KeyValues) -> jax.Array:
+def match_prompt(queries: jax.Array, prompt: KeyValues) -> jax.Array:
     """Multiplies queries `[N, K, G, Q, E]` by the keys of prompts -> float32 `[N, K, G, Q, P]`."""
     n, k, g, q, e = queries.shape
     axes = "ep" if _features_first() else "pe"
     return einsum(f"nkme,nk{axes}->nkmp", queries.reshape(n, k, g * q, e), prompt.keys).reshape(n, k, g, q, -1)
 
 
-def score_cache(queries: jax.Array, cache: KeyValues) -> jax.Array:
+def match_cache(queries: jax.Array, cache: KeyValues) -> jax.Array:
     """Multiplies queries `[N, K, G, Q, E]` by the keys of completions -> float32 `[N, K, G, C/B, Q, B]`."""
     n, k, g, q, e = queries.shape
     blocks, rows, axes = _num_blocks(cache), cache.values.shape[:-2], "ec" if _features_first() else "ce"
@@ -98,7 +98,7 @@ def score_cache(queries: jax.Array, cache: KeyValues) -> jax.Array:
 
 
 def split_blocks(x: jax.Array, cache: KeyValues) -> jax.Array:
-    """Splits an array with one value per slot, `[..., Q, C]`, into blocks like `score_cache`: `[..., C/B, Q, B]`."""
+    """Splits an array with one value per slot, `[..., Q, C]`, into blocks like `match_cache`: `[..., C/B, Q, B]`."""
     return x.reshape(*x.shape[:-1], _num_blocks(cache), -1).swapaxes(-2, -3)
 
 

@@ -376,7 +376,7 @@ def _gradient_of_kernels(rows: jax.Array, gradient: jax.Array, kernels: jax.Arra
 # ---- metrics
 
 
-def load(routing: Routing, mask: jax.Array, num_experts: int) -> dict[str, tuple[jax.Array, jax.Array]]:
+def load_metrics(routing: Routing, mask: jax.Array, num_experts: int) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Measures how tokens are distributed over the experts. Each metric is a pair (weighted sum, weight).
 
     Args:

@@ -108,7 +108,7 @@ def score_groups(config: ModelConfig, params: Headed, *arrays: Any) -> jax.Array
     return scores(decoder_policy(config), params, *arrays)
 
 
-def merge(params: Headed) -> Headed:
+def merge_decoder(params: Headed) -> Headed:
     """Merges adapters into the decoder, if it has any."""
     decoder = params.decoder
     return Headed(lora.merge(decoder) if isinstance(decoder, Adapted) else decoder, params.head)

@@ -86,7 +86,7 @@ def layer_params(config: ModelConfig, layers: Params, number: int, period: range
     return params
 
 
-def repetition(forms: tuple[Form, ...]) -> tuple[int, int]:
+def find_repetition(forms: tuple[Form, ...]) -> tuple[int, int]:
     """Returns (prefix, period): behind the first `prefix` layers, forms repeat with this period."""
 
     def repeats(prefix: int, period: int) -> bool:
@@ -114,7 +114,7 @@ def scan_layers(
       The output of the last layer, and the other result of each layer, for `by_layer`.
     """
     forms, kinds, results = config.forms, layer_kinds(config), []
-    prefix, period = repetition(forms)
+    prefix, period = find_repetition(forms)
     shared: Shared = {}
     repeated = range(prefix, prefix + period)
     for number in range(prefix):

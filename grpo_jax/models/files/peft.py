@@ -22,7 +22,7 @@ from grpo_jax.models.files.weights import (
     read_tensor,
     tensor_layout,
     text_name,
-    write_json,
+    write_model_json,
 )
 from grpo_jax.models.huggingface import complete_or_not_at_all
 from grpo_jax.models.params.lora import sites
@@ -144,7 +144,7 @@ def save_adapter(
     options = adapter_config(rank=rank, alpha=float(params.scale) * rank, targets=targets, base=base)
     with complete_or_not_at_all(folder) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", {"format": "pt"})
-        write_json(partial / "adapter_config.json", options)
+        write_model_json(partial / "adapter_config.json", options)
     return Path(folder).expanduser()
 
 

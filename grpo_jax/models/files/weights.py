@@ -567,7 +567,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return contents
 
 
-def write_json(file: Path, value: dict[str, Any]) -> None:
+def write_model_json(file: Path, value: dict[str, Any]) -> None:
     """Writes JSON with the indentation of transformers."""
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
@@ -615,4 +615,4 @@ def save_params(folder: Path, params: Params, config: ModelConfig, *, dtype: np.
             if not missing[file]:
                 save_file(files.pop(file), folder / file, {"format": "pt"})
     if split.is_sharded:
-        write_json(folder / _INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+        write_model_json(folder / _INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
