@@ -212,7 +212,7 @@ def make_run(
         describe = make_description(decoder_policy(model.config), model.params, config)
         described = [describe(*held) for held in (start, end)]
         metrics |= {name: [it[name] for it in described] for name in ("kl", "repeated")}
-    scores = [np.column_stack([held.evaluation.scores, held.evaluation.greedy]) for held in (start, end)]
+    scores = [np.column_stack([held.evaluation.rewards, held.evaluation.greedy]) for held in (start, end)]
     temporary = file.with_suffix(".tmp.npz")
     np.savez_compressed(temporary, scores=scores, seconds=time.perf_counter() - started, **metrics)
     temporary.replace(file)

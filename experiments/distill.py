@@ -174,7 +174,7 @@ def new_world(config: Config, models: Models, run: RunFolder, seed: int) -> tupl
     taught = warm_start(models.teacher, right, seed, run, phase=f"teacher_{seed}")
     grpo, settings = models.programs["grpo"], of_grpo(config, train)
     of_teacher = grpo._replace(sampler=make_sampler(models.teacher, task, settings.sampling))
-    score = float(evaluate_heldout(of_teacher, taught, task, settings, run).evaluation.scores.mean())
+    score = float(evaluate_heldout(of_teacher, taught, task, settings, run).evaluation.rewards.mean())
     before = evaluate_heldout(grpo, start, task, settings, run)
     return World(train, task, run, start, taught, common.new_params(models.teacher, seed), before), score
 
@@ -243,7 +243,7 @@ def numbers_of(method: str, config: Config, world: World, score: float) -> dict[
     budget = config.train.steps * sampling.num_prompts * sampling.group_size
     equal = points[max(samples for samples in points if samples <= budget)]
     return {
-        "start": float(world.before.evaluation.scores.mean()),
+        "start": float(world.before.evaluation.rewards.mean()),
         "teacher": score,
         "avg": equal,
         "share": equal / score,

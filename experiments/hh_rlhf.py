@@ -68,7 +68,7 @@ from experiments.judging import (
 from experiments.tasks.dialogue import candid, dialogue_rows, pack_chosen, split_by_dialogue, taken_up
 from grpo_jax import hosts, report
 from grpo_jax.commands import flags
-from grpo_jax.commands.offline import encoding, scoring
+from grpo_jax.commands.offline import encoding, judging
 from grpo_jax.commands.reward_model import answer_lengths
 from grpo_jax.config import PPO, CriticConfig, GRPOConfig, ModelOptions, with_options
 from grpo_jax.data.packing import Packed, packed_batches, packed_pieces
@@ -235,7 +235,7 @@ def check(config: Config) -> None:
 def split_and_encode(preferences: Sequence[Preference], model: Pretrained, config: Config) -> Thirds:
     """Splits the data into thirds and encodes them. For SFT, an answer that is not cut at T ends with EOS."""
     parts, max_tokens = split_by_dialogue(preferences, 3), config.ppo.sampling.max_tokens
-    options = encoding(model, config.model, max_tokens) | scoring(model)
+    options = encoding(model, config.model, max_tokens) | judging(model)
     pairs = [encode_preferences(Chat(model.tokenizer, model.eos_ids), part, **options) for part in parts]
     return Thirds(parts, pairs, [pack_chosen(part, model.eos_ids[-1], max_tokens) for part in pairs])
 

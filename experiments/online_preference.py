@@ -145,9 +145,9 @@ def run_seed(
             now = held(params) if step else results["start"]
             scores, at_start = (opinion(model, evaluation, task) for evaluation in (now, results["start"]))
             return {
-                "heldout_avg": float(now.scores.mean()),
+                "heldout_avg": float(now.rewards.mean()),
                 "claimed": float(scores.mean() - at_start.mean()),
-                "pair_accuracy": pair_accuracy(scores, now.scores),
+                "pair_accuracy": pair_accuracy(scores, now.rewards),
             }
 
         online = OnlineConfig((config.labels // rounds,) * rounds, config.replay_share)
@@ -179,7 +179,7 @@ def run_seed(
     for method, model in models.items():
         for other in ("start", *LEARNED):
             rows[method][f"accuracy_{other}"] = pair_accuracy(
-                opinion(model, results[other], task), results[other].scores
+                opinion(model, results[other], task), results[other].rewards
             )
         scores, at_start = (opinion(model, results[name], task) for name in (method, "start"))
         rows[method]["claimed"] = float(scores.mean() - at_start.mean())
@@ -190,7 +190,7 @@ def word_numbers(evaluation: Evaluation) -> dict[str, float]:
     """Returns the gold reward, its parts, and the length of the sampled words."""
     words = [word for group in evaluation.texts for word in group[:-1]]
     return {
-        "gold": float(evaluation.scores.mean()),
+        "gold": float(evaluation.rewards.mean()),
         "letters": float(np.mean([len(word) for word in words])),
         "repeats": float(np.mean([len(word) - len(set(word)) for word in words])),
     }

@@ -89,7 +89,11 @@ def main(config: Config) -> None:
                 start, task, settings, run, programs, phase=phase, reward=reward, start=before
             )
             results = summary(held.evaluation)
-            row = {"before": float(before.evaluation.scores.mean()), "avg": results["avg"], "greedy": results["greedy"]}
+            row = {
+                "before": float(before.evaluation.rewards.mean()),
+                "avg": results["avg"],
+                "greedy": results["greedy"],
+            }
             row["steps"] = steps_to(run, phase)
             row["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(state.params))
             collect(runs, {method: row})

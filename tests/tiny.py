@@ -110,10 +110,10 @@ def states_of_texts(policy: Policy, params: Any, ids: Any, texts: Any) -> jax.Ar
 
 
 def sampler_of(policy: Policy, **options: Any) -> Callable[..., Completions]:
-    """Returns a compiled sampler: (params, prompt, rows, key, temperature, truncation) -> outputs."""
+    """Returns a compiled sampler: (params, prompt, rows, key, temperature, limits) -> outputs."""
 
-    def sample(params, prompt, rows, key, temperature=1.0, truncation=None):
-        limits = {"temperature": temperature, "truncation": truncation}
+    def sample(params, prompt, rows, key, temperature=1.0, limits=None):
+        limits = {"temperature": temperature, "limits": limits}
         return sample_groups(policy, params, prompt, rows, key, **limits, **options)
 
     return jax.jit(sample)

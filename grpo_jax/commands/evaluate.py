@@ -71,7 +71,7 @@ parse = partial(read_command_line, Options, __doc__)
 
 
 def main(options: Options) -> None:
-    """Samples completions, scores them, and prints a table."""
+    """Samples completions, grades them, and prints a table."""
     started, console = time.perf_counter(), RunConsole()
     out = options.out and user_path(options.out)
     shape = {"num_prompts": options.num_prompts, "eval_samples": options.samples}
@@ -135,10 +135,10 @@ def show(console: Console, numbers: dict[str, float], title: str) -> None:
 def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: Evaluation, task: Task) -> None:
     """Writes numbers.json, and completions.jsonl with one line for each prompt.
 
-    The last completion of a prompt is the greedy one. Ungraded completions have null as their score.
+    The last completion of a prompt is the greedy one. Ungraded completions have null as their reward.
     """
     (folder / "numbers.json").unlink(missing_ok=True)  # written last, so that it always belongs to completions.jsonl
-    scores = np.concatenate([evaluation.scores, evaluation.greedy[:, None]], axis=1)
+    scores = np.concatenate([evaluation.rewards, evaluation.greedy[:, None]], axis=1)
     scores = np.where(evaluation.graded, scores, np.nan)
     earned = [[None if np.isnan(score) else score for score in row] for row in scores.tolist()]
     groups = zip(task.heldout.examples, evaluation.texts, earned, evaluation.lengths.tolist(), strict=True)

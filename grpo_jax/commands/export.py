@@ -19,7 +19,7 @@ from grpo_jax.commands.flags import program, read_flags, refusing
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models import huggingface
 from grpo_jax.models.files import peft, weights
-from grpo_jax.models.files.families import text_part
+from grpo_jax.models.files.families import text_config
 from grpo_jax.options import flattened
 from grpo_jax.runs.files import COMMAND, read_object, write_text
 from grpo_jax.runs.folder import numbered_runs
@@ -82,7 +82,7 @@ def export(options: Options) -> int:
 
 def dtype_of(options: Options) -> jnp.dtype:
     """Returns the dtype of the exported tensors."""
-    raw = text_part(weights.read_json(user_path(options.run) / "model" / "config.json"))
+    raw = text_config(weights.read_json(user_path(options.run) / "model" / "config.json"))
     stated = raw.get("dtype") or raw.get("torch_dtype")
     from_model = stated if stated in weights.FLOAT_DTYPES.values() else "float32"
     return jnp.dtype(from_model if options.dtype == "model" else options.dtype)

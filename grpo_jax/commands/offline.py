@@ -26,7 +26,7 @@ from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import Chat, make_chat, turn_end
 from grpo_jax.models.files.weights import read_json
-from grpo_jax.models.huggingface import Pretrained, for_texts, load_tokenizer, model_folder, scoring_padding
+from grpo_jax.models.huggingface import Pretrained, classifier_padding, for_texts, load_tokenizer, model_folder
 from grpo_jax.models.params.tree import join, split
 from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_intervals
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, check_rows, make_fit_optimizer
@@ -217,7 +217,7 @@ def pair_job(
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
     chat = make_chat(model.tokenizer, model.eos_ids, config.model.chat_template_kwargs)
     options = encoding(model, config.model, config.max_tokens) | {"in_chat": bool(config.chat)}
-    options |= {} if has_end else scoring(model)
+    options |= {} if has_end else judging(model)
     training, heldout = (encode(chat, part, **options) for part in parts)
     batches = pair_batches(training, size, config.seed, name=number)
     noun = number.removeprefix("num_")
@@ -274,6 +274,6 @@ def encoding(pretrained: Pretrained, options: ModelOptions, max_tokens: int | No
     }
 
 
-def scoring(pretrained: Pretrained) -> dict[str, Any]:
+def judging(pretrained: Pretrained) -> dict[str, Any]:
     """Returns the options of `encode_answers` for a reward model made from a pretrained one."""
-    return {"scored": True, "pad_id": scoring_padding(read_json(pretrained.folder / "config.json"))}
+    return {"judged": True, "pad_id": classifier_padding(read_json(pretrained.folder / "config.json"))}

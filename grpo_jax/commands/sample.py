@@ -39,7 +39,7 @@ from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Size
-from grpo_jax.rewards.reward import RewardScores
+from grpo_jax.rewards.reward import RewardSums
 from grpo_jax.rl.grade import decode_groups, grade_completions, readable_group
 from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.interaction import interaction_of
@@ -146,30 +146,30 @@ def describe(graded: Graded, name: str) -> dict[str, str]:
     }
 
 
-def try_texts(task: Task, examples: Sequence[Example], group_size: int) -> dict[str, RewardScores]:
+def try_texts(task: Task, examples: Sequence[Example], group_size: int) -> dict[str, RewardSums]:
     """Computes the rewards of texts that anybody could write, by what they are, for groups of equal completions.
 
     Rewards of several turns need a transcript, so they are not tried.
     """
     tries = {"empty text": lambda row: "", "prompt copied": copied_prompt, "answer copied": answer_of}
-    scores: dict[str, RewardScores] = {}
+    sums: dict[str, RewardSums] = {}
     for what, write in tries.items() if interaction_of(task).parts != "turns" else ():
         written = [(row, Completion(text)) for row in examples if (text := write(row)) is not None]
         if groups := [pair for pair in written for _ in range(group_size)]:
-            scores[what] = task.rewards.score(*map(list, zip(*groups, strict=True)))
-    return scores
+            sums[what] = task.rewards.grade(*map(list, zip(*groups, strict=True)))
+    return sums
 
 
-def describe_tries(tries: Mapping[str, RewardScores], graded: Graded, name: str) -> dict[str, str]:
+def describe_tries(tries: Mapping[str, RewardSums], graded: Graded, name: str) -> dict[str, str]:
     """Returns the mean rewards of the texts that were tried, and the reward of the longest completion."""
     longest = values_of(graded, name).flat[graded.lengths.argmax()]
-    numbers = {what: mean_of(values_of(scores, name)) for what, scores in tries.items()}
+    numbers = {what: mean_of(values_of(sums, name)) for what, sums in tries.items()}
     return numbers | {"longest completion": mean_of(longest)}
 
 
-def values_of(scores: Graded | RewardScores, name: str) -> np.ndarray:
+def values_of(sums: Graded | RewardSums, name: str) -> np.ndarray:
     """Returns the rewards of a name, or their weighted sum for "". Those that do not apply are NaN."""
-    return scores.components[name] if name else np.where(scores.applicable, scores.rewards, np.nan)
+    return sums.components[name] if name else np.where(sums.applicable, sums.rewards, np.nan)
 
 
 def mean_of(values: np.ndarray) -> str:

@@ -43,11 +43,11 @@ def request_body(
     max_tokens: int,
     eos_ids: Sequence[int],
     stop: Sequence[str] = (),
-    truncation: Mapping[str, float] = {},
+    limits: Mapping[str, float] = {},
 ) -> dict[str, Any]:
     """Returns the request for a completion, without the name of the model.
 
-    `truncation` has the fields `top_p`, `top_k` and `min_p`, which by default do nothing.
+    `limits` has the fields `top_p`, `top_k` and `min_p`, which by default do nothing.
 
     Each completion is a separate request with its own seed, so that a failed request can be repeated with the same
     result. The server caches the prompt that the completions of a group share.
@@ -69,7 +69,7 @@ def request_body(
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        **truncation,
+        **limits,
     }
 
 

@@ -22,7 +22,7 @@ from grpo_jax.errors import UsageError, make_folder, reason_of, user_path
 from grpo_jax.models.chat import Chat, turn_end
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.decoder.heads import Headed, without_vocabulary
-from grpo_jax.models.files.families import config_from_huggingface, config_to_huggingface, text_part
+from grpo_jax.models.files.families import config_from_huggingface, config_to_huggingface, text_config
 from grpo_jax.models.files.weights import (
     ignored_index,
     load_params,
@@ -127,7 +127,7 @@ def read_config(folder: Path, **overrides: Any) -> ModelConfig:
     file = folder / "config.json"
     written = read_json(file)
     try:
-        config = config_from_huggingface(text_part(written))
+        config = config_from_huggingface(text_config(written))
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from error
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -328,7 +328,7 @@ def save_pretrained(
     check_full_precision(decoder, "save the original ones, or quantised.dequantise_params of them")
     source = None if source is None else Path(source)
     dtype = np.dtype(dtype or decoder["embedding"].dtype)
-    written = text_part(read_json(source / "config.json")) if source else config_to_huggingface(config)
+    written = text_config(read_json(source / "config.json")) if source else config_to_huggingface(config)
     for name in ("quantization_config", "auto_map"):  # the folder has no code, which auto_map would name
         written.pop(name, None)
     if isinstance(params, Headed):
@@ -380,10 +380,10 @@ def _classifier_config(written: dict[str, Any]) -> dict[str, Any]:
     """Changes the config.json of a decoder to that of a classifier with one label."""
     architectures = [classifier_class(written["model_type"])]
     one_label = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-    return written | {"architectures": architectures, **one_label, "pad_token_id": scoring_padding(written)}
+    return written | {"architectures": architectures, **one_label, "pad_token_id": classifier_padding(written)}
 
 
-def scoring_padding(written: dict[str, Any]) -> int | None:
+def classifier_padding(written: dict[str, Any]) -> int | None:
     """Returns the padding token of a classifier made from the config.json of a decoder.
 
     transformers reads the score at the last token that is not padding, and refuses batches without a padding token. If

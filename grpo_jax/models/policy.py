@@ -113,7 +113,7 @@ class Policy(NamedTuple):
 
 
 def suits_cudnn(config: ModelConfig, traits: Traits) -> bool:
-    """Returns whether attention "auto" is cuDNN's: plain scores in bfloat16, of heads that the backend has it for."""
+    """Returns whether attention "auto" is cuDNN's: plain products in bfloat16, of heads that the backend has it for."""
     computes = config.dtype == "bfloat16" and all(
         size % 8 == 0 and size <= traits.flash_features for size in config.head_dims
     )
@@ -128,7 +128,7 @@ def _attention_of_backend(config: ModelConfig) -> ModelConfig:
         if find_spec("tokamax") is None:
             raise UsageError('attention "tokamax" needs the package tokamax: pip install tokamax')
         if config.attn_logit_softcapping and traits_of_backend().backend == "gpu":
-            raise UsageError('attention "tokamax" has no gradient of capped scores on a GPU: set it to "auto"')
+            raise UsageError('attention "tokamax" has no gradient of capped products on a GPU: set it to "auto"')
     if config.attention != "auto":
         return config
     # The backend is queried last, since this initialises JAX, whose options can then no longer be set.

@@ -19,7 +19,7 @@ from grpo_jax.devices import (
     devices_of,
     jit_on_devices,
     map_rows,
-    parts,
+    num_shards,
     to_devices,
     to_numpy,
 )
@@ -169,7 +169,7 @@ def row_scorer(
     Args:
       score: (*constants, parameters, batch `[N, ...]`) -> numbers `[N, ...]`, such as `pairs.pair_logprobs`.
       constants: The first arguments of `score`, such as the policy.
-      devices: The devices that hold the parameters. On a mesh, N must be a multiple of its `parts`.
+      devices: The devices that hold the parameters. On a mesh, N must be a multiple of `num_shards`.
 
     Returns:
       (parameters, batch of NumPy arrays) -> NumPy arrays of all rows.
@@ -194,7 +194,7 @@ def check_rows(config: SupervisedConfig, *, rows: int, name: str) -> None:
       UsageError: The batch cannot be divided. The message says what to change.
     """
     devices = devices_of(config)
-    pieces = config.microbatches * parts(devices)
+    pieces = config.microbatches * num_shards(devices)
     if rows < 1 or rows % pieces:
         along = "devices" if devices.mesh is None else "data x fsdp"
         raise UsageError(f"{name} is {rows}: it must be a multiple of microbatches x {along}, {pieces}, and at least 1")

@@ -68,7 +68,7 @@ def text_nll(
       policy: The model's functions.
       params: The parameters of the policy.
       batches: Batches of one shape, so that one program is compiled.
-      devices: The devices that hold the parameters. On a mesh, the rows of a batch must be a multiple of its `parts`.
+      devices: The devices that hold the parameters. On a mesh, the rows of a batch must be a multiple of `num_shards`.
 
     Returns:
       Two arrays `[M]`, float64 and int, row by row and in the order of the texts in a row.

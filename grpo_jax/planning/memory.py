@@ -314,7 +314,7 @@ def _projected(model: ModelConfig, shape: Shape, form: Form) -> int:
 
 
 def _is_fused(model: ModelConfig, shape: Shape) -> bool:
-    """Returns whether cuDNN computes attention, which then keeps no scores."""
+    """Returns whether cuDNN computes attention, which then keeps no products."""
     return model.attention == "cudnn" or (model.attention == "auto" and suits_cudnn(model, shape.traits))
 
 
@@ -398,24 +398,24 @@ def _activations(model: ModelConfig, shape: Shape) -> int:
     working = (2 if model.remat == "none" or shape.is_on_one_gpu else 3) * max(layer_projections) * tokens
     if model.experts:  # a token is copied to each of its experts
         working += 6 * model.experts.num_experts_per_tok * model.hidden_size * tokens
-    # A prompt's keys and values are copied to each of its completions. Scores are in float32.
+    # A prompt's keys and values are copied to each of its completions. Products are in float32.
     pairs = piece.rows * piece.texts * (shape.prompt_tokens + piece.width)
     working += 4 * _keys(model, shape) * pairs
-    scores = 4 * FLOAT32 * piece.rows * piece.texts * (model.num_attention_heads // shape.tensor) * _scores(shape)
-    scores = 0 if _is_fused(model, shape) else scores
+    products = 4 * FLOAT32 * piece.rows * piece.texts * (model.num_attention_heads // shape.tensor) * _products(shape)
+    products = 0 if _is_fused(model, shape) else products
     whole_layers = (shape.fsdp > 1 or shape.quantize != "none") + (model.experts is not None)  # gradients of experts
     # XLA on a CPU computes delta nets ahead of the loop over layers again all at once, also with remat.
     ahead = sum(form.mixer == "delta" for form in forms[: find_repetition(forms)[0]])
     nets = max(ahead, min(len(model.delta_layers), 1))
-    scores = max(scores, FLOAT32 * nets * tokens * _delta_elements(model))
+    products = max(products, FLOAT32 * nets * tokens * _delta_elements(model))
     layer = working * BYTES[model.dtype] + whole_layers * _whole_layer(model, shape)
     if model.experts:  # all layers of a period are in memory at once
         layer *= find_repetition(forms)[1]
-    return stored * _bytes(model, shape) + _unrolled(model, shape) + max(layer + scores, _logits(model, shape))
+    return stored * _bytes(model, shape) + _unrolled(model, shape) + max(layer + products, _logits(model, shape))
 
 
-def _scores(shape: Shape) -> int:
-    """Counts the attention scores of a head and a text in memory: of one block of queries, or on CPU of many blocks."""
+def _products(shape: Shape) -> int:
+    """Counts the products q·k of a head and a text in memory: of one block of queries, or on CPU of many blocks."""
     prompt, width = shape.prompt_tokens, shape.piece.width
     if shape.traits.backend == "cpu":
         return min(width, 16 * _QUERIES) * (prompt + min(width, (width + _QUERIES) // 2))
@@ -483,7 +483,7 @@ def shape_of(
     options: ModelOptions,
     prompt_tokens: int,
     *,
-    parts: int,
+    shards: int,
 ) -> Shape:
     """Returns the shape of a run.
 
@@ -491,13 +491,13 @@ def shape_of(
       run: The configuration of the run.
       options: The options of the model.
       prompt_tokens: The most tokens of a prompt, P.
-      parts: The number of parts of the mesh that prompts are spread over.
+      shards: The number of shards of a batch's prompts.
     """
     named = vars(run.sampling) | vars(run.optimizer) | vars(run.mesh) | vars(options)
     shape = Shape(**{name: named[name] for name in Shape._fields if name in named})  # options of the same names
-    traits, devices = traits_of_backend(), min(parts * shape.tensor, jax.local_device_count())
+    traits, devices = traits_of_backend(), min(shards * shape.tensor, jax.local_device_count())
     return shape._replace(
-        num_prompts=run.sampling.num_prompts // parts,
+        num_prompts=run.sampling.num_prompts // shards,
         prompt_tokens=prompt_tokens,
         max_tokens=run.sampling.completion_width,
         critic=run.critic.critic,

@@ -16,7 +16,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rewards.reward import Rewards
 from grpo_jax.rl.types import Graded, Interaction, step_key
-from grpo_jax.sampling.sampler import Completions, sample_groups, truncation_of
+from grpo_jax.sampling.sampler import Completions, limits_of, sample_groups
 from grpo_jax.tasks.task import Task
 
 
@@ -84,7 +84,7 @@ def sample_completions(
         max_tokens=sampling.max_tokens,
         eos_ids=task.eos_ids,
         temperature=temperature,
-        truncation=truncation_of(sampling.top_k, sampling.top_p, sampling.min_p),
+        limits=limits_of(sampling.top_k, sampling.top_p, sampling.min_p),
         pad_id=task.pad_id,
         stop=task.stop,
         support_size=sampling.kept_tokens,

@@ -206,7 +206,7 @@ def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
         completion_mask=np.zeros(shape, bool),
         temperature=np.zeros(shape[:2], np.float32),
         sampler_logprobs=np.zeros(shape, np.float32),
-        processed_logprobs=np.zeros(shape, np.float32) if sampling.truncates else None,
+        processed_logprobs=np.zeros(shape, np.float32) if sampling.limits_tokens else None,
         truncated=np.zeros(shape[:2], bool),
         support_ids=np.zeros((*shape, sampling.kept_tokens), np.int32) if sampling.kept_tokens else None,
     )

@@ -107,12 +107,12 @@ def _describe_lora(pretrained: Pretrained, options: ModelOptions) -> LoraDescrip
     return LoraDescription(base, fingerprint(pretrained.params.base), **saved)
 
 
-def _keep_files(run: RunFolder, part: str, pretrained: Pretrained) -> None:
+def _keep_files(run: RunFolder, role: str, pretrained: Pretrained) -> None:
     """Prints a model's notes, and records the digests of its files in the run, which can resume only with the same.
 
     Args:
       run: The folder of the run.
-      part: The role of the model, such as "model" or "teacher".
+      role: The role of the model, such as "model" or "teacher".
       pretrained: The model.
 
     Raises:
@@ -120,9 +120,9 @@ def _keep_files(run: RunFolder, part: str, pretrained: Pretrained) -> None:
     """
     folder = pretrained.folder
     for note in pretrained.notes:
-        run.warn_once(f"{part}: {note}", note if part == "model" else f"{part}: {note}")
+        run.warn_once(f"{role}: {note}", note if role == "model" else f"{role}: {note}")
     files = hash_files(folder, huggingface.files_of(folder))
-    run.keep_inputs(part, {f"{name} of the {part}": digest for name, digest in files.items()})
+    run.keep_inputs(role, {f"{name} of the {role}": digest for name, digest in files.items()})
 
 
 def _description(run: Path) -> dict[str, str]:

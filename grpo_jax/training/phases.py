@@ -145,7 +145,7 @@ def fit(
         `kto_objective` or `reward_model_objective`.
       params: Initial parameters for the objective. `models.params.tree.split` decides which of them are trained.
       batches: A pure function from a step to its batch. The leading axis is a multiple of microbatches x the
-        `devices.parts` of the devices. Every host makes the whole batch.
+        `devices.num_shards`. Every host makes the whole batch.
       config: The configuration of the phase.
       run: The folder for lines and checkpoints.
       phase: The name of the phase, which names lines and checkpoints.

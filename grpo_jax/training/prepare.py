@@ -23,7 +23,7 @@ from grpo_jax.config import (
 )
 from grpo_jax.data.text import prompt_limit
 from grpo_jax.data.types import Completion, Example
-from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, place, size
+from grpo_jax.devices import devices_of, load_shardings, memory_limit, num_shards, place, size
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
 from grpo_jax.models.decoder.transformer import Params
@@ -278,7 +278,7 @@ def prepare(
         config = options.train
     sampling = config.sampling
     learns = sampling.support == "sampler" and not sampling.staleness and engine.engine_kind == "vllm"
-    if engine.engine and sampling.truncates and not learns:
+    if engine.engine and sampling.limits_tokens and not learns:
         raise UsageError(
             "with top_k, top_p or min_p an engine reports probabilities after truncation, and not those of the policy: "
             "leave them out, or leave out engine, or set support to sampler, for vLLM and without staleness"
@@ -363,7 +363,7 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     longest = width + config.sampling.completion_width
     models = {role: for_texts(model, longest) for role, model in models.items()}
     policy, devices = models["policy"], devices_of(config)
-    shape = shape_of(options.train, options.model, width, parts=parts(devices))
+    shape = shape_of(options.train, options.model, width, shards=num_shards(devices))
     for scorer in (model.config for role, model in models.items() if role != "policy"):
         from grpo_jax.rl.distillation import output_bytes  # loaded only with a teacher
 

@@ -18,7 +18,7 @@ from grpo_jax.data.generators import PREFIX, parse_generators
 from grpo_jax.data.rows import SUFFIXES, read_rows, remove_nulls
 from grpo_jax.data.text import Message, uses_chat
 from grpo_jax.data.types import Component, hash_values, sources_of
-from grpo_jax.devices import devices_of, parts
+from grpo_jax.devices import devices_of, num_shards
 from grpo_jax.errors import UsageError, abbreviate, user_path
 from grpo_jax.models.chat import Chat, make_chat, reply_encoder, reply_reader
 from grpo_jax.models.files.families import NOT_IN_FILES
@@ -156,7 +156,7 @@ class GRPOTrainer:
         check_ranges(self._options.model)
         check_effects(self._options)
         fitting = with_options(run, num_prompts=_pieces(run)) if self._lower_num_prompts else run
-        validate(fitting, num_devices=parts(devices_of(run)))
+        validate(fitting, num_devices=num_shards(devices_of(run)))
         self._models = load_models(self._options.model, run, pretrained=pretrained, tokenizer=tokenizer)
 
     def train(self, prompts: str | Path | Iterable[Prompt]) -> Pretrained:
@@ -184,7 +184,7 @@ class GRPOTrainer:
         prepared = prepare(options, self._models, task)
         folder = self._resumed or choose_folder(self._run_dir, resume=False)
         self.run = open_folder(folder, dataclasses.asdict(prepared.options), wandb=self._wandb)
-        sources = {name: sources_of(part.reward) for name, part in self._reward.components.items()}
+        sources = {name: sources_of(component.reward) for name, component in self._reward.components.items()}
         named = {f"source of reward {name}": hash_values(*source) for name, source in sources.items() if source}
         self.run.keep_inputs("rewards", named)
         begin(self.run, prepared, chat=self._chat)
@@ -261,7 +261,7 @@ def _settings_of(pretrained: Pretrained) -> dict[str, Any]:
 
 def _pieces(config: GRPOConfig) -> int:
     """Returns the number of pieces that must divide the prompts of a step."""
-    return config.optimizer.minibatches * (config.optimizer.microbatches or 1) * parts(devices_of(config))
+    return config.optimizer.minibatches * (config.optimizer.microbatches or 1) * num_shards(devices_of(config))
 
 
 def _fitting_num_prompts(config: GRPOConfig, num_left: int) -> int:
@@ -328,8 +328,8 @@ def _checked_reward(reward: RewardLike | None) -> Rewards:
     named = reward if isinstance(reward, Mapping) else {}
     if not all(isinstance(name, str) and name for name in named):
         raise UsageError(f"the names in reward_model are {[*named]}: each must be a text that is not empty")
-    for part in named.values():
-        check_types(Component, part._asdict() if isinstance(part, Component) else {})
+    for component in named.values():
+        check_types(Component, component._asdict() if isinstance(component, Component) else {})
     rewards = to_rewards(reward)
     for name, component in rewards.components.items():
         check_takes_examples_first(f"the reward {name}" if named else "reward_model", component.reward)

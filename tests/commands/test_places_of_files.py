@@ -42,7 +42,7 @@ from grpo_jax.config import EngineOptions, recipe
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.types import Completion, Prompt
 from grpo_jax.engines.sampler import sampler_of
-from grpo_jax.models.decoder.heads import score_groups
+from grpo_jax.models.decoder.heads import judge_groups
 from grpo_jax.models.files.weights import load_params, unpack_mxfp4
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained, save_pretrained
 from grpo_jax.models.policy import decoder_policy
@@ -513,7 +513,7 @@ def check_judge(seen: Seen, place: str) -> None:
     nothing = np.zeros((1, 1, 1), np.int32)
     for text, score in zip(texts, scores, strict=True):
         prompt = PromptTokens(np.array([[0] * (64 - len(text)) + text]), np.arange(64)[None] >= 64 - len(text))
-        expected = score_groups(judge.config, judge.params, prompt, nothing, nothing > 0)
+        expected = judge_groups(judge.config, judge.params, prompt, nothing, nothing > 0)
         assert score == pytest.approx(float(expected[0, 0]), abs=1e-4)
 
 

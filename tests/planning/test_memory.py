@@ -105,7 +105,7 @@ def test_supports_are_part_of_the_plan():
     """In bytes: 4 of each of 20 tokens, in the rollout that is learned from and the two that wait."""
     config = recipe(num_prompts=4, group_size=8, max_tokens=16, top_k=20, support="sampler", staleness=2)
     plain, kept = (
-        memory.shape_of(x, ModelOptions(), 8, parts=1) for x in (with_options(config, support="vocabulary"), config)
+        memory.shape_of(x, ModelOptions(), 8, shards=1) for x in (with_options(config, support="vocabulary"), config)
     )
     one, other = (estimate(SMALL, shape) for shape in (plain, kept))
     assert other.held - one.held == other.peak - one.peak == 3 * 4 * 20 * 4 * 8 * 16

@@ -28,7 +28,7 @@ from grpo_jax.devices import (
     jit_on_devices,
     load_shardings,
     map_rows,
-    parts,
+    num_shards,
     place,
     shardings,
     size,
@@ -172,7 +172,7 @@ def gradients(name: str, devices: Devices) -> Any:
     """Of each optimizer step, and the metrics."""
     case = case_of(name)
     if name == "packed":
-        local, tokens = N // parts(devices), case.config.sampling.max_tokens
+        local, tokens = N // num_shards(devices), case.config.sampling.max_tokens
         piece_tokens = case.config.optimizer.piece_tokens
         assert pieces.choose_piece(local, P, G, tokens, microbatches=0, piece_tokens=piece_tokens).is_packed
     programs, start, _ = prepared(case, devices)

@@ -65,7 +65,7 @@ def test_what_cannot_be_read_is_refused(text, sentence):
 def test_a_weight_in_python_is_finite():
     for weight in (float("inf"), float("nan"), 1e39):
         with refused("the weight of the reward length is"):
-            to_rewards({"length": Component(lambda rows, texts: [1.0], weight)}).score([{}], [Completion("")])
+            to_rewards({"length": Component(lambda rows, texts: [1.0], weight)}).grade([{}], [Completion("")])
 
 
 def test_opened_rewards_are_weighted_and_see_whole_groups(tmp_path):

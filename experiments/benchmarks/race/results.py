@@ -42,7 +42,7 @@ def heldout_reward(name: str, model: Path, data: str = "") -> Callable[[Path], f
     @cache
     def reward(folder: Path) -> float:
         params = load_params(folder, pretrained.config)
-        return float(evaluate(sample_heldout(sampler, params, task, config), task).scores.mean())
+        return float(evaluate(sample_heldout(sampler, params, task, config), task).rewards.mean())
 
     return reward
 

@@ -137,12 +137,12 @@ def rotate(x: jax.Array, angles: Angles) -> jax.Array:
 # ---- attention
 
 
-class Scores(NamedTuple):
-    """The scale and the cap of the attention scores q·k, and the sinks beside them."""
+class Softmax(NamedTuple):
+    """The scale and the cap of the products q·k, and the sinks beside them."""
 
     scale: float | None = None  # the factor of q·k; None: 1/√E
     softcap: float | None = None  # c in c·tanh(s/c), applied before the mask and the softmax; None: no cap
-    # [H]: a further score of each head, which takes a part of the softmax and adds nothing to the sum. None: none
+    # [H]: a further product of each head, which takes a part of the softmax and adds nothing to the sum. None: none
     sinks: jax.Array | None = None
 
     def scaled(self, queries: jax.Array) -> jax.Array:
@@ -158,21 +158,21 @@ def attend_rows(
     masks: tuple[jax.Array, ...],
     reaches: tuple[int | None, ...],
     kind: AttentionKind,
-    scores: Scores = Scores(),  # noqa: B008, it is a tuple
+    softmax: Softmax = Softmax(),  # noqa: B008, it is a tuple
 ) -> jax.Array:
-    """Computes attention over `geometry.Rows`: of prompts over themselves, and of parts over their prompt and
+    """Computes attention over `geometry.Rows`: of prompts over themselves, and of segments over their prompt and
     themselves.
 
-    The prompt's keys and values are repeated for each of the G parts. That takes 2E numbers per key, and the scores
-    take Q·S. One product over prompt and part is faster than two products that a softmax joins.
+    The prompt's keys and values are repeated for each of the G segments. That takes 2E numbers per key, and the
+    products take Q·S. One product over prompt and segment is faster than two products that a softmax joins.
 
     Args:
       queries: The queries, `[N, M, K, Q, E]`.
       keys, values: The keys and values, `[N, M, K, E]`.
-      masks: The mask of the prompts and the mask of the parts: see `geometry.Geometry`. Either may be empty.
-      reaches: The reach of each mask, as in `attend`. The fused kinds of attention compute masked scores too.
+      masks: The mask of the prompts and the mask of the segments: see `geometry.Geometry`. Either may be empty.
+      reaches: The reach of each mask, as in `attend`. The fused kinds of attention compute masked products too.
       kind: The kind of attention, `ModelConfig.attention`.
-      scores: The scale and the cap of the scores.
+      softmax: The scale and the cap of the products.
 
     Returns:
       The attended values `[N, M, K, Q, E]`.
@@ -186,8 +186,8 @@ def attend_rows(
 
     def core(*arrays: jax.Array, prefix: int, reach: int | None) -> jax.Array:
         if kind in ("xla", "cudnn", "tokamax"):
-            return attend_fused(*arrays, implementation=kind, scores=scores)
-        return attend(*arrays, prefix=prefix, reach=reach, scores=scores)
+            return attend_fused(*arrays, implementation=kind, softmax=softmax)
+        return attend(*arrays, prefix=prefix, reach=reach, softmax=softmax)
 
     def behind_prompt(prompt: jax.Array, suffix: jax.Array) -> jax.Array:
         suffix = suffix.reshape(n, -1, size, k, e).transpose(0, 3, 1, 2, 4)
@@ -228,13 +228,13 @@ def attend(
     *,
     prefix: int = 0,
     reach: int | None = None,
-    scores: Scores = Scores(),  # noqa: B008, it is a tuple
+    softmax: Softmax = Softmax(),  # noqa: B008, it is a tuple
 ) -> jax.Array:
     """softmax(q·k/√E) v, causally: with S queries and C keys, query s sees at most the keys up to C − S + s.
 
     Queries are computed in blocks, without the keys that no query of the block can see. A block of a long text is
-    computed in parts of `_MIN_BLOCK` queries, one after the other, so that only their scores exist at a time. Each
-    query has its whole row of scores, so no softmax is assembled from several.
+    computed in chunks of `_MIN_BLOCK` queries, one after the other, so that only their products exist at a time. Each
+    query has its whole row of products, so no softmax is assembled from several.
 
     Args:
       queries: The queries, `[N, K, G, Q, S, E]`.
@@ -243,68 +243,68 @@ def attend(
       prefix: The number of keys at the beginning that every query may see.
       reach: The largest number of keys after the prefix, counted back from its own, that the mask lets a query see;
         None: no limit.
-      scores: The scale and the cap of the scores.
+      softmax: The scale and the cap of the products.
 
     Returns:
       The attended values, with the shape of the queries.
     """
     size, before = queries.shape[-2], keys.shape[-2] - queries.shape[-2]
-    queries = scores.scaled(queries)
+    queries = softmax.scaled(queries)
     width = _block_size(size)
     attended = []
     for start in range(0, size, width):
         end = min(start + width, size)
         first = prefix if reach is None else max(prefix, before + start - reach + 1)
-        core = _attend_in_parts if end - start > 2 * _MIN_BLOCK else _attend_queries
+        core = _attend_in_chunks if end - start > 2 * _MIN_BLOCK else _attend_queries
         seen = partial(_without_middle, begin=prefix, end=first, size=before + end)
         block_inputs = queries[..., start:end, :], seen(mask[..., start:end, :], axis=-1), seen(keys), seen(values)
-        attended.append(core(*block_inputs, scores))
+        attended.append(core(*block_inputs, softmax))
     return jnp.concatenate(attended, axis=-2)
 
 
 def _without_middle(x: jax.Array, *, begin: int, end: int, size: int, axis: int = -2) -> jax.Array:
     """Returns the first `size` elements along an axis, without the elements from `begin` to `end`."""
-    parts = [(0, size)] if begin == end else [(0, begin), (end, size)]
-    return jnp.concatenate([jax.lax.slice_in_dim(x, *part, axis=axis) for part in parts if part[1]], axis=axis)
+    ranges = [(0, size)] if begin == end else [(0, begin), (end, size)]
+    return jnp.concatenate([jax.lax.slice_in_dim(x, *each, axis=axis) for each in ranges if each[1]], axis=axis)
 
 
-def _attend_in_parts(
-    queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array, scores: Scores
+def _attend_in_chunks(
+    queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array, softmax: Softmax
 ) -> jax.Array:
-    """Computes `_attend_queries` for `_MIN_BLOCK` queries at a time, one part after the other."""
+    """Computes `_attend_queries` for `_MIN_BLOCK` queries at a time, one chunk after the other."""
     size = queries.shape[-2]
     even = size - size % _MIN_BLOCK
 
-    def parts(x: jax.Array) -> jax.Array:
+    def chunks(x: jax.Array) -> jax.Array:
         x = x[..., :even, :].reshape(*x.shape[:-2], -1, _MIN_BLOCK, x.shape[-1])
         return jnp.moveaxis(x, -3, 0)
 
-    # The backward pass makes the masks of the parts again, so that they are not stored.
+    # The backward pass makes the masks of the chunks again, so that they are not stored.
     policy = jax.checkpoint_policies.save_only_these_names("attended")
 
     @partial(jax.checkpoint, policy=policy, prevent_cse=False)
-    def attend_part(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return _attend_queries(*part, keys, values, scores)
+    def attend_chunk(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _attend_queries(*chunk, keys, values, softmax)
 
-    attended = jnp.moveaxis(jax.lax.map(attend_part, (parts(queries), parts(mask))), 0, -3)
+    attended = jnp.moveaxis(jax.lax.map(attend_chunk, (chunks(queries), chunks(mask))), 0, -3)
     attended = attended.reshape(*queries.shape[:-2], even, -1)
     if even == size:
         return attended
-    rest = _attend_queries(queries[..., even:, :], mask[..., even:, :], keys, values, scores)
+    rest = _attend_queries(queries[..., even:, :], mask[..., even:, :], keys, values, softmax)
     return jnp.concatenate([attended, rest], axis=-2)
 
 
 def _attend_queries(
-    queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array, scores: Scores
+    queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array, softmax: Softmax
 ) -> jax.Array:
     """Computes `_attend_block` for queries `[N, K, G, Q, S, E]`."""
     *leading, shared, size, features = queries.shape
     mask_rows = jnp.repeat(mask, shared, axis=3).reshape(*mask.shape[:3], -1, mask.shape[-1])
-    sinks = scores.sinks
+    sinks = softmax.sinks
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(leading[1], shared), size, axis=1)
         sinks = sinks[None, :, None, :, None]
-    attended = _attend_block(queries.reshape(*leading, -1, features), keys, values, mask_rows, sinks, scores.softcap)
+    attended = _attend_block(queries.reshape(*leading, -1, features), keys, values, mask_rows, sinks, softmax.softcap)
     return attended.reshape(queries.shape)
 
 
@@ -317,7 +317,7 @@ def _attend_block(
     sinks: jax.Array | None,
     softcap: float | None,
 ) -> jax.Array:
-    """softmax(q·k) v, with capped scores and sinks. The backward pass computes the scores again. 2205.14135.
+    """softmax(q·k) v, with capped products and sinks. The backward pass computes the products again. 2205.14135.
 
     Queries are `[N, K, G, R, E]`, keys and values `[N, K, G, C, E]`. The mask broadcasts against `[N, K, G, R, C]`.
     Sinks are `[1, K, 1, R, 1]`. The result has the shape of the queries.
@@ -327,10 +327,10 @@ def _attend_block(
 
 def _attend_block_forward(queries, keys, values, mask, sinks, softcap):
     # With an added mask, instead of a select, XLA on CPU fuses product, softmax and product into one operation.
-    scores = softcapped(einsum("nkgre,nkgce->nkgrc", queries, keys), softcap) + _bias(mask)
-    maximum = jnp.max(scores, axis=-1, keepdims=True)
+    products = softcapped(einsum("nkgre,nkgce->nkgrc", queries, keys), softcap) + _bias(mask)
+    maximum = jnp.max(products, axis=-1, keepdims=True)
     maximum = maximum if sinks is None else jnp.maximum(maximum, sinks)
-    weights = jnp.exp(scores - maximum)
+    weights = jnp.exp(products - maximum)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     total = total if sinks is None else total + jnp.exp(sinks - maximum)
     # Maximum and total are saved instead of one logarithm of both, whose exp has 2.5 times the rounding error.
@@ -340,27 +340,27 @@ def _attend_block_forward(queries, keys, values, mask, sinks, softcap):
 
 
 def _attend_block_backward(softcap, residuals, gradient):
-    """∂L/∂scores = w (∂L/∂attended · v − ∂L/∂attended · attended), where w are the weights of the softmax.
+    """∂L/∂products = w (∂L/∂attended · v − ∂L/∂attended · attended), where w are the weights of the softmax.
 
     A cap s = c·tanh(x/c) has ∂s/∂x = 1 − (s/c)². A sink has v = 0.
     """
     traits = traits_of_backend()
-    if traits.backend == "gpu":  # XLA would keep the scores of the forward pass, because layers are unrolled
+    if traits.backend == "gpu":  # XLA would keep the products of the forward pass, because layers are unrolled
         residuals = jax.lax.optimization_barrier(residuals)
     queries, keys, values, mask, sinks, attended, maximum, total = residuals
-    scores = softcapped(einsum("nkgre,nkgce->nkgrc", queries, keys), softcap)
-    weights = jnp.exp(scores + _bias(mask) - maximum) / total
+    products = softcapped(einsum("nkgre,nkgce->nkgrc", queries, keys), softcap)
+    weights = jnp.exp(products + _bias(mask) - maximum) / total
     mean = (gradient * attended).astype(jnp.float32)
     if traits.reorders_sums:
         mean = mean @ jnp.ones((attended.shape[-1], 1), jnp.float32)
     else:
         mean = jnp.sum(mean, axis=-1, keepdims=True)
-    d_scores = weights * (einsum("nkgre,nkgce->nkgrc", gradient, values) - mean)
+    d_products = weights * (einsum("nkgre,nkgce->nkgrc", gradient, values) - mean)
     if softcap is not None:
-        d_scores = d_scores * (1 - jnp.square(scores / softcap))
-    weights, d_scores = weights.astype(queries.dtype), d_scores.astype(queries.dtype)
-    d_queries = einsum("nkgrc,nkgce->nkgre", d_scores, keys, dtype=queries.dtype)
-    d_keys = sum_over_queries(d_scores, queries, keys.dtype)
+        d_products = d_products * (1 - jnp.square(products / softcap))
+    weights, d_products = weights.astype(queries.dtype), d_products.astype(queries.dtype)
+    d_queries = einsum("nkgrc,nkgce->nkgre", d_products, keys, dtype=queries.dtype)
+    d_keys = sum_over_queries(d_products, queries, keys.dtype)
     d_values = sum_over_queries(weights, gradient, values.dtype)
     d_sinks = None
     if sinks is not None:
@@ -378,14 +378,14 @@ def attend_fused(
     mask: jax.Array,
     *,
     implementation: Literal["xla", "cudnn", "tokamax"],
-    scores: Scores = Scores(),  # noqa: B008, it is a tuple
+    softmax: Softmax = Softmax(),  # noqa: B008, it is a tuple
 ) -> jax.Array:
-    """Computes `attend` with a library's function. `ModelConfig` refuses scores that the function cannot compute.
+    """Computes `attend` with a library's function. `ModelConfig` refuses products that the function cannot compute.
 
     Args:
-      queries, keys, values, mask, scores: See `attend`.
+      queries, keys, values, mask, softmax: See `attend`.
       implementation: An implementation of `jax.nn.dot_product_attention`, or "tokamax", which has Pallas kernels for
-        TPUs and GPUs, and can cap scores.
+        TPUs and GPUs, and can cap products.
 
     Returns:
       The attended values, with the shape of the queries.
@@ -399,7 +399,7 @@ def attend_fused(
             raise UsageError('attention "tokamax" does not run on a mesh: set it to "auto", or parallel to "pmap"')
         import tokamax
 
-        core, multiple = partial(tokamax.dot_product_attention, logits_soft_cap=scores.softcap), 128
+        core, multiple = partial(tokamax.dot_product_attention, logits_soft_cap=softmax.softcap), 128
     else:
         core, multiple = partial(jax.nn.dot_product_attention, implementation=implementation), 2
     mask = jnp.broadcast_to(mask, (n, 1, g, 1, *mask.shape[-2:]))
@@ -420,7 +420,7 @@ def attend_fused(
         rows(keys),
         rows(values),
         mask=padded(padded(mask.reshape(n * g, 1, s, -1), 2), 3),
-        scale=scores.scale,
+        scale=softmax.scale,
     )
     attended = checkpoint_name(attended, "attended")
     return attended[:, :s].reshape(n, g, s, k, q, e).transpose(0, 3, 1, 4, 2, 5)
@@ -442,14 +442,14 @@ def attend_past(
     prompt: KeyValues,
     cache: KeyValues,
     places: jax.Array,
-    scores: Scores = Scores(),  # noqa: B008, it is a tuple
+    softmax: Softmax = Softmax(),  # noqa: B008, it is a tuple
     *,
     implementation: AttentionKind | None = None,
 ) -> tuple[jax.Array, KeyValues]:
     """Computes attention of the next tokens of each completion over the prompt, the cache and those tokens.
 
     softmax(q·k/√E) v. Decoding is bound by reading memory, so the prompt's keys and values are read once for a group.
-    The scores of prompt and cache stay two arrays. Their softmax has one maximum and one total.
+    The products of prompt and cache stay two arrays. Their softmax has one maximum and one total.
 
     Args:
       queries: The queries of W tokens per completion, `[N, G·W, K, Q, E]`.
@@ -460,7 +460,7 @@ def attend_past(
       cache: The keys and values of the completions in this layer. On a mesh the first axis is two, `[N, K·G, ...]`.
       places: The slots of the cache that the tokens are written to, int32: a scalar if W is 1, or `[N, G, W]`. A token
         whose slot the cache does not have is dropped.
-      scores: The scale and the cap of the scores.
+      softmax: The scale and the cap of the products.
       implementation: The library that computes attention. It needs W = 1, and tokens that see all earlier tokens of
         their texts, in slots 0 to `places`. None: plain products, which read all slots.
 
@@ -480,25 +480,28 @@ def attend_past(
         cache = caches.write_tokens(cache, keys, values, places)
     if implementation is not None:
         attended = _attend_all(
-            by_heads(queries)[..., 0, :], masks[0], prompt, cache, places + 1, implementation, scores
+            by_heads(queries)[..., 0, :], masks[0], prompt, cache, places + 1, implementation, softmax
         )
         return attended.transpose(0, 2, 1, 3, 4), cache
-    queries = by_heads(scores.scaled(queries)).reshape(n, k, g, q * w, e)
+    queries = by_heads(softmax.scaled(queries)).reshape(n, k, g, q * w, e)
     if w > 1:
         masks = tuple(jnp.repeat(mask, q, axis=3).reshape(*mask.shape[:3], 1, q * w, -1) for mask in masks)
     bias, own_bias = (_bias(mask)[:, :, :, 0] for mask in masks)
-    prompt_scores = softcapped(caches.match_prompt(queries, prompt), scores.softcap) + bias
-    suffix = softcapped(caches.match_cache(queries, cache), scores.softcap) + caches.split_blocks(own_bias, cache)
+    prompt_products = softcapped(caches.match_prompt(queries, prompt), softmax.softcap) + bias
+    suffix = softcapped(caches.match_cache(queries, cache), softmax.softcap) + caches.split_blocks(own_bias, cache)
 
-    maximum = jnp.maximum(jnp.max(prompt_scores, axis=-1), jnp.max(suffix, axis=(-3, -1)))
-    if scores.sinks is not None:
-        sinks = jnp.repeat(scores.sinks.astype(jnp.float32).reshape(k, q), w, axis=1)[:, None]
+    maximum = jnp.maximum(jnp.max(prompt_products, axis=-1), jnp.max(suffix, axis=(-3, -1)))
+    if softmax.sinks is not None:
+        sinks = jnp.repeat(softmax.sinks.astype(jnp.float32).reshape(k, q), w, axis=1)[:, None]
         maximum = jnp.maximum(maximum, sinks)
-    prompt_scores, suffix = jnp.exp(prompt_scores - maximum[..., None]), jnp.exp(suffix - maximum[..., None, :, None])
-    total = jnp.sum(prompt_scores, axis=-1) + jnp.sum(suffix, axis=(-3, -1))
-    total = total if scores.sinks is None else total + jnp.exp(sinks - maximum)
-    prompt_scores, suffix = (x.astype(queries.dtype) for x in (prompt_scores, suffix))
-    attended = (caches.sum_prompt(prompt_scores, prompt) + caches.sum_cache(suffix, cache)) / total[..., None]
+    prompt_products, suffix = (
+        jnp.exp(prompt_products - maximum[..., None]),
+        jnp.exp(suffix - maximum[..., None, :, None]),
+    )
+    total = jnp.sum(prompt_products, axis=-1) + jnp.sum(suffix, axis=(-3, -1))
+    total = total if softmax.sinks is None else total + jnp.exp(sinks - maximum)
+    prompt_products, suffix = (x.astype(queries.dtype) for x in (prompt_products, suffix))
+    attended = (caches.sum_prompt(prompt_products, prompt) + caches.sum_cache(suffix, cache)) / total[..., None]
     attended = attended.astype(queries.dtype).reshape(n, k, g, q, w, e).transpose(0, 2, 4, 1, 3, 5)
     return attended.reshape(n, m, k, q, e), cache
 
@@ -510,7 +513,7 @@ def _attend_all(
     cache: KeyValues,
     length: jax.Array,
     implementation: AttentionKind,
-    scores: Scores,
+    softmax: Softmax,
 ) -> jax.Array:
     """Computes `attend_past` of one token by two calls of a library's function, over the prompt and over the cache.
 
@@ -524,14 +527,14 @@ def _attend_all(
       prompt, cache: The keys and values with heads before tokens and tokens before features: see `KeyValues`.
       length: The number of filled slots of the cache, int32 scalar.
       implementation: The library, which computes one softmax over keys.
-      scores: The scale of the scores.
+      softmax: The scale of the products.
 
     Returns:
       The attended values, with the shape of the queries.
     """
     n, k, g, q, e = queries.shape
     odd_queries, odd_keys = g % 2, mask.shape[-1] % 2  # cuDNN takes even numbers with a mask
-    scale = e**-0.5 if scores.scale is None else scores.scale
+    scale = e**-0.5 if softmax.scale is None else softmax.scale
 
     def attend_rows(queries: jax.Array, past: KeyValues, **limits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns values and log Z, float32 `[N, K, G, Q, E or 1]`, for queries `[rows, tokens, Q, E]`."""

@@ -83,9 +83,9 @@ class DeltaNet(nn.Module):
 def _compute_rows(
     delta: DeltaConfig, mixed: jax.Array, decay: jax.Array, rate: jax.Array, taps: jax.Array, geometry: Geometry
 ) -> tuple[jax.Array, DeltaState]:
-    """Computes prompts, and then parts, which continue from the states of their prompts."""
+    """Computes prompts, and then segments, which continue from the states of their prompts."""
     assert geometry.prompt_mask is not None
-    (n, width), (group_size, size), numbers = geometry.prompt_mask.shape, geometry.parts, geometry.numbers
+    (n, width), (group_size, size), numbers = geometry.prompt_mask.shape, geometry.segments, geometry.numbers
     prompt_mixed = jnp.where(geometry.prompt_mask[..., None], mixed[:, :width], 0)  # padding adds nothing to a state
     num_before = taps.shape[-1] - 1
     before = jnp.zeros_like(mixed, shape=(n, num_before, mixed.shape[-1]))
@@ -98,13 +98,13 @@ def _compute_rows(
         outputs.append(states)
     if size:
 
-        def by_part(x: jax.Array) -> jax.Array:
+        def by_segment(x: jax.Array) -> jax.Array:
             return x.reshape(n * group_size, size, *x.shape[2:])
 
         tails, initial = (jnp.repeat(x, group_size, axis=0) for x in (tail, state))
-        numbers = None if numbers is None else by_part(numbers.reshape(n, -1))
-        convolved = convolve(tails, by_part(mixed[:, width:]), taps, numbers)
-        tokens = _tokens(delta, convolved, by_part(decay[:, width:]), by_part(rate[:, width:]))
+        numbers = None if numbers is None else by_segment(numbers.reshape(n, -1))
+        convolved = convolve(tails, by_segment(mixed[:, width:]), taps, numbers)
+        tokens = _tokens(delta, convolved, by_segment(decay[:, width:]), by_segment(rate[:, width:]))
         states, _ = apply_in_chunks(tokens, initial, numbers)
         outputs.append(states.reshape(n, group_size * size, *states.shape[2:]))
     return jnp.concatenate(outputs, axis=1), DeltaState(tail, state)

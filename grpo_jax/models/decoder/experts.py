@@ -169,7 +169,7 @@ def route(
 ) -> tuple[Routing, jax.Array]:
     """Returns the experts of each token and their weights.
 
-    Scores are computed in float32 even for bfloat16 tokens: rounded scores could send a token to one expert in the
+    Logits are computed in float32 even for bfloat16 tokens: rounded logits could send a token to one expert in the
     sampler and to another in the trainer.
 
     Args:
@@ -185,10 +185,10 @@ def route(
       the weights have one.
     """
     kernel = kernel if scale is None else scale[:, None] * kernel
-    scores = jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-    scores = scores if bias is None else scores + bias.astype(jnp.float32)
-    probabilities = jax.nn.softmax(scores)
-    # Saved for the backward pass, which might round scores differently and choose other experts.
+    logits = jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    logits = logits if bias is None else logits + bias.astype(jnp.float32)
+    probabilities = jax.nn.softmax(logits)
+    # Saved for the backward pass, which might round logits differently and choose other experts.
     experts = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(probabilities), num_chosen)[1], "routed")
     weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if normalise:

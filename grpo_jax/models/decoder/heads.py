@@ -82,7 +82,7 @@ def read(hidden: jax.Array, head: jax.Array) -> jax.Array:
     return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head)
 
 
-def scores(
+def judge_texts(
     policy: Policy,
     params: Headed,
     prompt: PromptTokens,
@@ -95,7 +95,7 @@ def scores(
       policy, params, prompt, completion_ids, completion_mask: See `values`.
 
     Returns:
-      Scores, float32 `[N, G]`.
+      The values, float32 `[N, G]`.
     """
     everywhere = values(policy, params, prompt, completion_ids, completion_mask)
     length = jnp.sum(completion_mask, axis=-1, keepdims=True, dtype=jnp.int32)
@@ -103,9 +103,9 @@ def scores(
 
 
 @partial(jax.jit, static_argnums=0)
-def score_groups(config: ModelConfig, params: Headed, *arrays: Any) -> jax.Array:
-    """Computes `scores` with a decoder of this configuration, compiled once per shape. For arrays see `scores`."""
-    return scores(decoder_policy(config), params, *arrays)
+def judge_groups(config: ModelConfig, params: Headed, *arrays: Any) -> jax.Array:
+    """Calls `judge_texts` with these arrays and a decoder of this configuration. Compiles once per shape."""
+    return judge_texts(decoder_policy(config), params, *arrays)
 
 
 def merge_decoder(params: Headed) -> Headed:

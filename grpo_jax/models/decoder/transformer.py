@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from grpo_jax.functional.numerics import in_float32
 from grpo_jax.functional.products import inverse_rms, product, rms_norm, traits_of_backend
 from grpo_jax.models.config import READ, FeedForward, Form, Mixer, ModelConfig
-from grpo_jax.models.decoder.attention import Scores, attend_past, attend_rows, fuses_decoding, rotate
+from grpo_jax.models.decoder.attention import Softmax, attend_past, attend_rows, fuses_decoding, rotate
 from grpo_jax.models.decoder.cache import KeyValues, Memory, Prefix
 from grpo_jax.models.decoder.modules import MLP, Linear, PerLayerInput, declared, linears, nn, norm
 from grpo_jax.models.params import sharding
@@ -390,7 +390,7 @@ def compute_next(
     return last_states(config, params, x, DATA), tuple(caches), routings
 
 
-# The values of a layer saved for the backward pass. From them it computes the rest with no product but the scores.
+# The values of a layer saved for the backward pass. From them it computes the rest with no product but q·k.
 _KEPT = ("projected", "attended", "middle", "gated", "output", "routed")
 
 
@@ -518,14 +518,14 @@ class Attention(nn.Module):
         if config.query_pre_attn_scalar is not None:
             scale = config.query_pre_attn_scalar**-0.5
         sinks = self.param("sinks", declared, (heads,)) if config.attention_sinks else None
-        scores = Scores(scale, config.attn_logit_softcapping, sinks)
+        softmax = Softmax(scale, config.attn_logit_softcapping, sinks)
         if past is None:
             assert read is not None
-            attended, memory = attend_rows(queries, *read, masks, geometry.reaches, config.attention, scores), read
+            attended, memory = attend_rows(queries, *read, masks, geometry.reaches, config.attention, softmax), read
         else:
             is_fused = fuses_decoding(config.attention) and geometry.layer_sees_all(kind)
             attended, memory = attend_past(
-                queries, read, masks, *past, places, scores, implementation=config.attention if is_fused else None
+                queries, read, masks, *past, places, softmax, implementation=config.attention if is_fused else None
             )
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
         attended = attended * in_float32(jax.nn.sigmoid, gate) if config.gated_attention else attended

@@ -28,9 +28,9 @@ class Stored(NamedTuple):
     """The tensor in which files hold a leaf, if it is more than a linear map or a vector under another name."""
 
     name: str
-    # (config, number of the leaf's outputs) -> the leaf's part of the tensor, as an index. If several leaves are the
+    # (config, number of the leaf's outputs) -> an index: where the tensor has the leaf. If several leaves are the
     # whole of one tensor, they lie one behind the other, in the order of `PROJECTIONS`.
-    part: Callable[[ModelConfig, int], Any] = lambda config, num_outputs: ...
+    selection: Callable[[ModelConfig, int], Any] = lambda config, num_outputs: ...
     is_transposed: bool = True  # true for matrices [out, in]
 
 
@@ -81,7 +81,7 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
     return replace(read, **jax.tree.map(lambda x: float(x) if type(x) is int and x >= 2**31 else x, vars(read)))
 
 
-def text_part(config: File) -> File:
+def text_config(config: File) -> File:
     """Returns the config.json of the text model, if the file describes one with a tower for images, as Qwen3.5 does.
 
     Args:
@@ -100,7 +100,7 @@ def text_module(config: File) -> str:
     """Returns the name of the text model in the class with which AutoModelForCausalLM loads this config.json."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as classes
 
-    text = text_part(config)
+    text = text_config(config)
     is_alone = text is config or classes.get(str(config.get("model_type"))) in text["architectures"]
     return "model" if is_alone else "model.language_model"
 
@@ -412,7 +412,7 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
 
 def _adjacent_pairs(config: ModelConfig, num_outputs: int) -> np.ndarray:
     """Returns the features of q_proj or k_proj in files that rotate the features (2i, 2i + 1), for a decoder that
-    rotates (i, i + E/2). Queries and keys change places of features alike, so scores do not change."""
+    rotates (i, i + E/2). Queries and keys change places of features alike, so products do not change."""
     features = np.arange(config.head_dim)
     pairs, rest = np.split(features, [config.rotated])
     head = np.concatenate([pairs[::2], pairs[1::2], rest])

@@ -124,7 +124,7 @@ def save_adapter(
     modules: dict[Tensor, int] = {}  # the sum of the ranks in a module
     places = []  # block, projection, and the ranks before it in its module
     for block, name in sites(layers):
-        module = replace(layout[block][name]["kernel"], part=...)
+        module = replace(layout[block][name]["kernel"], selection=...)
         places.append((block, name, modules.get(module, 0)))
         modules[module] = modules.get(module, 0) + layers[block][name]["a"].shape[-1]
     rank = max(modules.values())

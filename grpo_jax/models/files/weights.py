@@ -56,7 +56,7 @@ class Tensor:
     shape: tuple[int, ...]  # in the folder; a linear layer's is [out, in]
     linear: bool  # true for linear layers, whose leaves are transposed and may have axes for heads, [*in, *out]
     layers: tuple[int, ...] = ()  # the layers that have the tensor
-    part: Any = ...  # an index: the leaf's part of the tensor, which may hold several leaves
+    selection: Any = ...  # an index: where the tensor has the leaf, which may hold several leaves
 
     @property
     def stacked(self) -> int:
@@ -73,15 +73,15 @@ class Tensor:
 
     def to_leaf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Converts a tensor of the folder to a part of its leaf, in the given shape."""
-        tensor = tensor[self.part]
+        tensor = tensor[self.selection]
         return (tensor.swapaxes(-1, -2) if self.linear else tensor).reshape(shape)
 
     def put_leaf(self, tensor: np.ndarray, leaf: np.ndarray) -> None:
         """Inverts `to_leaf`: writes a part of the leaf to a tensor of the folder."""
-        shape = tensor[self.part].shape
+        shape = tensor[self.selection].shape
         if self.linear:
             leaf = leaf.reshape(*shape[:-2], shape[-1], shape[-2]).swapaxes(-1, -2)
-        tensor[self.part] = leaf.reshape(shape)
+        tensor[self.selection] = leaf.reshape(shape)
 
 
 # Names of leaves outside layers
@@ -149,7 +149,7 @@ def _tensor(config: ModelConfig, names: Names, place: tuple[str, ...], shape: tu
         shape = (*shape[:-count], math.prod(shape[-count:]))
     elif leaf == "taps":  # a convolution of each feature by itself has one input
         shape = (shape[0], 1, shape[1])
-    return Tensor(stored.name, shape, linear, layers, stored.part(config, shape[-2 if linear else -1]))
+    return Tensor(stored.name, shape, linear, layers, stored.selection(config, shape[-2 if linear else -1]))
 
 
 def _stored(names: Names, place: tuple[str, ...]) -> Stored:
@@ -169,7 +169,11 @@ def _joined(tensors: list[Tensor]) -> list[Tensor]:
     shape = list(tensors[0].shape)
     shape[axis] = sum(sizes)
     return [
-        replace(x, shape=tuple(shape), part=(..., slice(end - size, end), *after) if x.part is ... else x.part)
+        replace(
+            x,
+            shape=tuple(shape),
+            selection=(..., slice(end - size, end), *after) if x.selection is ... else x.selection,
+        )
         for x, size, end in zip(tensors, sizes, itertools.accumulate(sizes), strict=True)
     ]
 
@@ -297,7 +301,7 @@ class Found(NamedTuple):
     name: str  # in the file
     shape: tuple[int, ...]
     dtype: str  # its name in safetensors
-    part: tuple[slice, ...] = ()  # the part of the tensor in the file; (): all
+    selection: tuple[slice, ...] = ()  # where the file's tensor has it; (): all of it
 
 
 def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, Found]:
@@ -374,9 +378,9 @@ def _split_experts(tensors: dict[str, Found], num_experts: int) -> dict[str, Fou
         projections = match[2].split("_")
         rows, inputs = found.shape[1] // len(projections), found.shape[2]
         for number, expert in itertools.product(range(len(projections)), range(num_experts)):
-            part = slice(expert, expert + 1), slice(number * rows, (number + 1) * rows)
+            selection = slice(expert, expert + 1), slice(number * rows, (number + 1) * rows)
             whole = f"{match[1]}.{expert}.{projections[number]}_proj.weight"
-            _add(single, whole, found._replace(shape=(rows, inputs), part=part))
+            _add(single, whole, found._replace(shape=(rows, inputs), selection=selection))
     return single
 
 
@@ -501,7 +505,9 @@ def read_tensor(tensors: dict[str, Found], name: str) -> np.ndarray:
         place = tensors[name]
         # The file is opened for each tensor because everything read from an open file counts as memory in use.
         with _opened(place.file) as opened:
-            tensor = opened.get_slice(place.name)[place.part][0] if place.part else opened.get_tensor(place.name)
+            tensor = (
+                opened.get_slice(place.name)[place.selection][0] if place.selection else opened.get_tensor(place.name)
+            )
     if not (largest := _largest(tensor)) <= _LARGEST:
         raise UsageError(
             f"tensor {place.name!r} in {place.file} holds {largest:.3g}, which no model has: it is damaged, or its "

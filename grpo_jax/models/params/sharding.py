@@ -107,8 +107,8 @@ def mesh_sizes() -> Any:
     return mesh.shape if mesh.axis_names == AXES else None
 
 
-def batch_parts() -> int:
-    """Returns the number of parts into which the first axis of a batch is split: 1 without a mesh."""
+def batch_shards() -> int:
+    """Returns the number of shards of a batch's first axis: 1 without a mesh."""
     sizes = mesh_sizes()
     return 1 if sizes is None else math.prod(sizes[name] for name in BATCH)
 

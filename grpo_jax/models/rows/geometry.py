@@ -1,16 +1,16 @@
 """Prompts and their widths; rows, which lay out prompts and completions or texts for one pass; positions and masks.
 
-A row is a prompt of P tokens, followed by G parts of S tokens. A part holds completions of that prompt one after the
-other, each in one piece. A completion sees the prompt and itself. A prompt is therefore computed once for its group,
-and gradients flow back into it from all completions. Without a prompt (P = 0) the completions of a part are whole
-texts.
+A row is a prompt of P tokens, followed by G segments of S tokens. A segment holds completions of that prompt one after
+the other, each in one piece. A completion sees the prompt and itself. A prompt is therefore computed once for its
+group, and gradients flow back into it from all completions. Without a prompt (P = 0) the completions of a segment are
+whole texts.
 
-The last token of a part predicts nothing. If a part is one completion, a pass leaves this token out. If a part holds
-several completions, a pass computes all tokens: for rows of 256 tokens, the gradient of 255 took 1.02 times as long on
-a CPU.
+The last token of a segment predicts nothing. If a segment is one completion, a pass leaves this token out. If a segment
+holds several completions, a pass computes all tokens: for rows of 256 tokens, the gradient of 255 took 1.02 times as
+long on a CPU.
 
 Letters: see `transformer`. N prompts have P tokens. There are R rows, a completion has at most T tokens, and a pass
-computes I tokens of a part, which is S − 1 or S.
+computes I tokens of a segment, which is S − 1 or S.
 """
 
 import itertools
@@ -139,7 +139,7 @@ class Rows:
     ids: jax.Array  # int [R, G, S]
     # the maximum number of tokens of a completion, or of a text, that a pass computes
     longest: int = field(metadata={"static": True})
-    # int [R, G, S]: completions of a part are numbered from 1, and padding is 0. None: a part is one completion
+    # int [R, G, S]: completions of a segment are numbered from 1, and padding is 0. None: a segment is one completion
     numbers: jax.Array | None = None
     # ---- only for completions that are packed into rows
     places: jax.Array | None = None  # int [R, S]: indices of the tokens in the prompt's flattened completions [G, T]
@@ -147,14 +147,14 @@ class Rows:
 
     @property
     def inputs(self) -> int:
-        """The number of tokens of a part that a pass computes, I."""
+        """The number of tokens of a segment that a pass computes, I."""
         return self.ids.shape[-1] - (self.numbers is None)
 
     @property
     def tokens(self) -> jax.Array:
         """The tokens that a pass computes, `[R, P + G·I]`."""
-        parts = self.ids[..., : self.inputs].reshape(len(self.ids), -1)
-        return jnp.concatenate([self.prompt.ids, parts], axis=-1)
+        segments = self.ids[..., : self.inputs].reshape(len(self.ids), -1)
+        return jnp.concatenate([self.prompt.ids, segments], axis=-1)
 
     def predicting(self, x: jax.Array) -> jax.Array:
         """Shifts values computed at each token to the tokens that they predict.
@@ -163,15 +163,15 @@ class Rows:
           x: Values computed at each token of the rows, `[R, P + G·I, ...]`.
 
         Returns:
-          Values for the tokens of the parts, `[R, G, S, ...]`: at s the value of the token before s. For the first
+          Values for the tokens of the segments, `[R, G, S, ...]`: at s the value of the token before s. For the first
           token of a completion that is the last token of the prompt; without a prompt, this value is arbitrary.
         """
         width = self.prompt.width
         shape = (*self.ids.shape, *x.shape[2:])
-        prompt, parts = jnp.split(x, [width], axis=1)
+        prompt, segments = jnp.split(x, [width], axis=1)
         last = prompt[:, None, -1:] if width else jnp.zeros_like(x, shape=(1, 1, 1, *shape[3:]))
-        parts = parts.reshape(*shape[:2], self.inputs, *shape[3:])[:, :, : shape[2] - 1]
-        before = jnp.concatenate([jnp.broadcast_to(last, (*shape[:2], 1, *shape[3:])), parts], axis=2)
+        segments = segments.reshape(*shape[:2], self.inputs, *shape[3:])[:, :, : shape[2] - 1]
+        before = jnp.concatenate([jnp.broadcast_to(last, (*shape[:2], 1, *shape[3:])), segments], axis=2)
         if self.numbers is None or not width:
             return before
         # A gather would have a backward pass that is slow on a CPU.
@@ -183,13 +183,13 @@ class Rows:
         return x[..., None] if self.numbers is None else _take(x, self.numbers[:, 0] - 1)[:, None]
 
     def pack(self, x: jax.Array) -> jax.Array:
-        """Moves values of the tokens of completions, `[R, G, T, ...]`, to the parts, `[R, G, S, ...]`."""
+        """Moves values of the tokens of completions, `[R, G, T, ...]`, to the segments, `[R, G, S, ...]`."""
         if self.places is None:
             return x
         return _take(x.reshape(len(x), -1, *x.shape[3:]), self.places)[:, None]
 
     def unpack(self, x: jax.Array) -> jax.Array:
-        """Moves values for tokens of the parts, `[R, G, S, ...]`, to completions `[R, G, T, ...]`.
+        """Moves values for tokens of the segments, `[R, G, S, ...]`, to completions `[R, G, T, ...]`.
 
         Tokens of completions that are not in the row get 0.
         """
@@ -234,13 +234,13 @@ def rows_of_prompts(prompt: PromptTokens) -> Rows:
 
 
 def rows_of_groups(prompt: PromptTokens, completion_ids: jax.Array) -> Rows:
-    """Lays out each prompt `[N, P]` with its completions `[N, G, T]`, each as a part with its padding."""
+    """Lays out each prompt `[N, P]` with its completions `[N, G, T]`, each as a segment with its padding."""
     prompt, completion_ids = jax.tree.map(jnp.asarray, (prompt, completion_ids))
     return Rows(prompt, completion_ids, completion_ids.shape[-1] - 1)
 
 
 def rows_of_packed_groups(prompt: PromptTokens, completion_ids: jax.Array, places: jax.Array) -> Rows:
-    """Lays out each prompt with some tokens of its completions, all in one part.
+    """Lays out each prompt with some tokens of its completions, all in one segment.
 
     Args:
       prompt: The prompts, `[N, P]`.
@@ -286,10 +286,10 @@ def _take(x: jax.Array, places: jax.Array) -> jax.Array:
 class Geometry:
     """The positions and masks of the tokens of a pass, once for each variant that some layer uses.
 
-    Masks are bool, and true if a query may see a key, which it may for at least one. They broadcast against scores
+    Masks are bool, and true if a query may see a key, which it may for at least one. They broadcast against products
     `[N, K, G, Q, queries, keys]`, and each window has two. For rows, one mask is of the prompt over itself, and one of
-    each part over the prompt and itself in a row. For the next tokens of completions, one mask is over the prompt, and
-    one over the cache.
+    each segment over the prompt and itself in a row. For the next tokens of completions, one mask is over the prompt,
+    and one over the cache.
     """
 
     angles: tuple[Angles, ...]  # one entry for each different rotation of the layers
@@ -303,7 +303,7 @@ class Geometry:
     # ---- only for delta nets
     prompt_mask: jax.Array | None = None  # of rows: bool [N, P]
     numbers: jax.Array | None = None  # of rows: `Rows.numbers`
-    parts: tuple[int, int] = field(default=(0, 0), metadata={"static": True})  # of rows: (G, I)
+    segments: tuple[int, int] = field(default=(0, 0), metadata={"static": True})  # of rows: (G, I)
     # bool [N, G, W], for the next tokens: false on tokens that must not change the state of a completion. None: all do
     is_token: jax.Array | None = None
 
@@ -351,7 +351,7 @@ def _geometry(
     reach: int | None = None,
 ) -> Geometry:
     """Makes the geometry of tokens at positions `[N, M]`. In the last mask, a query sees at most `reach` keys of its
-    part."""
+    segment."""
     masks = tuple(masks_of(window) for window in _different(config.windows))
     rotations = _different(config.rotations)
     angles = tuple(rotary_angles(positions, x, config.rotated) for x in rotations)
@@ -362,7 +362,7 @@ def _geometry(
 
 
 def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
-    """Makes the geometry of a pass over `Rows`, with one mask for the prompts and one for the parts after them.
+    """Makes the geometry of a pass over `Rows`, with one mask for the prompts and one for the segments after them.
 
     Args:
       config: The configuration of the decoder, which has the rotations and windows.
@@ -384,23 +384,23 @@ def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
     # All padding counts as completion 0, so that it sees at least itself. Nothing reads its results.
     same = causal if numbers is None else causal & (numbers[..., :, None] == numbers[..., None, :])
 
-    def by_part(x: jax.Array) -> jax.Array:
-        """Repeats `[N, P]` for each part: `[N, G or 1, P]`."""
+    def by_segment(x: jax.Array) -> jax.Array:
+        """Repeats `[N, P]` for each segment: `[N, G or 1, P]`."""
         return jnp.broadcast_to(x[:, None], (*number_in_prompt.shape[:2], width))
 
     def masks_of(window: int | None) -> tuple[jax.Array, ...]:
         within = (prompt_mask[:, :, None] == prompt_mask[:, None, :]) & jnp.tril(jnp.ones((width, width), bool))
         within &= _near(prompt_places[:, :, None], prompt_places[:, None, :], window)
-        seen = jnp.broadcast_to(by_part(prompt_mask)[:, :, None], (*number_in_prompt.shape, width))
+        seen = jnp.broadcast_to(by_segment(prompt_mask)[:, :, None], (*number_in_prompt.shape, width))
         seen = jnp.concatenate([seen, jnp.broadcast_to(same, (*number_in_prompt.shape, size))], axis=-1)
-        in_a_row = jnp.concatenate([by_part(prompt_places), number_in_prompt], axis=-1)
+        in_a_row = jnp.concatenate([by_segment(prompt_places), number_in_prompt], axis=-1)
         seen &= _near(number_in_prompt[..., :, None], in_a_row[..., None, :], window)
         return within[:, None, None, None], seen[:, None, :, None]
 
-    part_places = jnp.broadcast_to(number_in_prompt, (n, group_size, size)).reshape(n, -1)
-    positions = jnp.concatenate([prompt_places, part_places], axis=-1)
+    segment_places = jnp.broadcast_to(number_in_prompt, (n, group_size, size)).reshape(n, -1)
+    positions = jnp.concatenate([prompt_places, segment_places], axis=-1)
     geometry = _geometry(config, positions, masks_of, rows.longest)
-    return replace(geometry, prompt_mask=prompt_mask, numbers=numbers, parts=(group_size, size))
+    return replace(geometry, prompt_mask=prompt_mask, numbers=numbers, segments=(group_size, size))
 
 
 # The maximum number of tokens appended to a completion at once. A layer with a window needs this many extra slots, or

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.functional.products import traits_of_backend
-from grpo_jax.models.params.sharding import BATCH, batch_parts, mesh_sizes, spread
+from grpo_jax.models.params.sharding import BATCH, batch_shards, mesh_sizes, spread
 from grpo_jax.models.rows.geometry import Array, PromptTokens, rows_of_packed_groups, useful_widths
 
 # Packing computes a prompt again for each of its rows. This is the largest extra cost when no completion is padded.
@@ -47,16 +47,16 @@ class Sorting(NamedTuple):
 
 
 def by_prompts(num_prompts: int, pieces: int, sorting: Sorting | None = None) -> Pieces:
-    """Returns pieces of whole prompts. On a mesh each piece has equally many prompts of every part of the batch.
+    """Returns pieces of whole prompts. On a mesh each piece has equally many prompts of every shard of the batch.
 
     Args:
       num_prompts: The number of prompts, N.
-      pieces: The number of pieces, C. Its product with the number of parts of the batch divides N.
+      pieces: The number of pieces, C. Its product with the number of shards of the batch divides N.
       sorting: The widths of prompts. Default: all prompts are computed at full width.
     """
     if pieces == 1 and sorting is None:
         return ()
-    local = num_prompts // batch_parts()
+    local = num_prompts // batch_shards()
     prompts = jnp.arange(num_prompts, dtype=jnp.int32).reshape(-1, local)
     sorting = sorting or Sorting(None, (None,), (local // pieces,))
     return _cut(prompts, jnp.ones((*prompts.shape, 1), bool), local, None, sorting)
@@ -65,33 +65,33 @@ def by_prompts(num_prompts: int, pieces: int, sorting: Sorting | None = None) ->
 def packed(lengths: jax.Array, width: int, rows: int, sorting: Sorting | None = None) -> Pieces:
     """Returns pieces of packed completions. A row holds completions of one prompt, packed longest first.
 
-    On a mesh each part of the batch is packed separately, and a piece has rows of all parts. The fullest part
+    On a mesh each shard of the batch is packed separately, and a piece has rows of all shards. The fullest shard
     determines how many pieces are computed.
 
     Args:
       lengths: Tokens of each completion, int `[N, G]`, at most `width`; 0 for completions to leave out.
       width: Tokens of a row, S.
-      rows: Rows of a piece, n. On a mesh, rows of each part of the batch.
+      rows: Rows of a piece, n. On a mesh, rows of each shard of the batch.
       sorting: The widths of prompts. Default: all prompts are computed at full width.
     """
-    parts, num_prompts = batch_parts(), lengths.shape[0]
-    prompts, members, num_rows = jax.vmap(partial(_pack, width=width))(lengths.reshape(parts, -1, lengths.shape[-1]))
-    prompts += jnp.arange(0, num_prompts, num_prompts // parts, dtype=jnp.int32)[:, None]
+    shards, num_prompts = batch_shards(), lengths.shape[0]
+    prompts, members, num_rows = jax.vmap(partial(_pack, width=width))(lengths.reshape(shards, -1, lengths.shape[-1]))
+    prompts += jnp.arange(0, num_prompts, num_prompts // shards, dtype=jnp.int32)[:, None]
     return _cut(prompts, members, num_rows, width, sorting or Sorting(None, (None,), (rows,)))
 
 
 def _cut(
     prompts: jax.Array, members: jax.Array, num_rows: int | jax.Array, width: int | None, sorting: Sorting
 ) -> Pieces:
-    """Cuts the rows of each part of a batch into pieces.
+    """Cuts the rows of each shard of a batch into pieces.
 
     Rows are sorted by the widths of their prompts and cut from the widest on. The last rows of a width share a piece
     with the first rows of the next narrower width, so only the last piece has empty rows.
 
     Args:
-      prompts: The prompt of each row, int32 `[parts, R]`; used rows come first.
-      members: The completions of each row, bool `[parts, R, G or 1]`.
-      num_rows: The number of used rows in each part.
+      prompts: The prompt of each row, int32 `[shards, R]`; used rows come first.
+      members: The completions of each row, bool `[shards, R, G or 1]`.
+      num_rows: The number of used rows in each shard.
       width: Tokens of a row, S. None: completions are not packed.
       sorting: The widths of prompts.
     """
@@ -112,7 +112,7 @@ def _cut(
         is_used = places < jnp.reshape(num_rows, (-1, 1))
         places = jnp.minimum(places, size - 1)
         chosen, used_members = prompts[:, places], members[:, places] & is_used[..., None]
-        # A piece has rows of all parts: [parts, C · n, ...] -> [C, parts · n, ...].
+        # A piece has rows of all shards: [shards, C · n, ...] -> [C, shards · n, ...].
         chosen, used_members = (
             jnp.concatenate([*x.reshape(len(x), -1, n, *x.shape[2:])], axis=1) for x in (chosen, used_members)
         )
@@ -123,7 +123,7 @@ def _cut(
 
 
 def _pack(lengths: jax.Array, *, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Packs one part of a batch. Returns the prompt and the members of each row, and how many rows are used."""
+    """Packs one shard of a batch. Returns the prompt and the members of each row, and how many rows are used."""
     num_prompts, group_size = lengths.shape
     numbers = jnp.arange(group_size)
 
@@ -202,7 +202,7 @@ def computed_in_pieces(fn: Callable[[Any], Any], batch: Any, pieces: Pieces) -> 
         prompts, members = microbatches.prompts[number], microbatches.members[number]
 
         def add(total: jax.Array, x: jax.Array) -> jax.Array:
-            ends = (slice(whole - part, None) for whole, part in zip(total.shape[1:], x.shape[1:], strict=True))
+            ends = (slice(whole - size, None) for whole, size in zip(total.shape[1:], x.shape[1:], strict=True))
             x = jnp.where(members.reshape(*members.shape, *[1] * (x.ndim - 2)), x, 0)
             return total.at[(prompts, *ends)].add(x)
 
@@ -252,7 +252,7 @@ def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int, packs: bo
     num_prompts, group_size, tokens = batch.completion_ids.shape
     if not packs:
         group_size, tokens = 1, group_size * tokens  # a single completion of a prompt is never packed
-    local, prompt, group_tokens = num_prompts // batch_parts(), batch.prompt.width, group_size * tokens
+    local, prompt, group_tokens = num_prompts // batch_shards(), batch.prompt.width, group_size * tokens
     piece_tokens = piece_tokens or traits_of_backend().piece_tokens
     choose = partial(
         choose_piece, group_size=group_size, tokens=tokens, microbatches=microbatches, piece_tokens=piece_tokens
