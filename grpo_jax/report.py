@@ -17,10 +17,13 @@ from itertools import accumulate, chain, repeat
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.errors import UsageError, need, user_path
+
+need("rich")
+
 from rich import box
 from rich.table import Table
 
-from grpo_jax.errors import UsageError, user_path
 from grpo_jax.options import flattened
 from grpo_jax.runs.files import each_line, finite, read_lines, read_object, write_json, write_text
 from grpo_jax.runs.folder import LINE, SIDE_PHASES, RunFolder, is_coin
