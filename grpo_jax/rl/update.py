@@ -1,4 +1,4 @@
-"""The update of an iteration, as pure functions of whole arrays: epochs, minibatches, pieces, devices, hooks.
+"""The update of an iteration, as pure functions of whole arrays: epochs, minibatches, the objective's loss, hooks.
 
 Letters as in `types`.
 """
@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import GRPOConfig
+from grpo_jax import functional as F
+from grpo_jax.config import GRPOConfig, LossConfig
 from grpo_jax.devices import ONE_DEVICE, Devices, spread_over
-from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.functional.numerics import call_with
+from grpo_jax.functional.presets import CORRECTIONS
 from grpo_jax.models.params import join
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.types import SHUFFLING, Hook, Learned, Method, RewardArrays, step_key
+from grpo_jax.rl.types import SHUFFLING, Forward, Hook, Learned, LossTerm, Method, RewardArrays, step_key
 from grpo_jax.step import Array, Batch, Logs, TrainState, logged_rate, train_step
 
 # Metrics of optimizer steps, not of tokens.
@@ -182,6 +183,70 @@ def loss_of(method: Method, others: tuple[Any, Any], trained: Params, piece: Bat
     return sum(losses), Logs(means, {name: most for log in logs for name, most in log.maxima.items()})
 
 
+def objective_term(config: LossConfig) -> LossTerm:
+    """Returns the term `Objective.loss` of the preset, with corrected advantages."""
+    in_full = config.divergence != "preset"
+    objective = config.objective._replace(kl_coef=0.0) if in_full else config.objective
+
+    def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
+        mask, fresh = batch.completion_mask, jax.lax.stop_gradient(forward.logprobs)
+        old_logprobs = fresh if batch.old_logprobs is None else batch.old_logprobs
+        advantages, more = corrected_advantages(batch, fresh, old_logprobs, config)
+        loss, metrics = objective.loss(
+            forward.logprobs,
+            old_logprobs,
+            advantages,
+            mask,
+            ref_logprobs=batch.ref_logprobs,
+            entropy=forward.entropy,
+            weights=batch.weights,
+        )
+        # Compare with the sampler's log-probabilities if they are known, even if the loss uses other old ones.
+        sampled = old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
+        is_compared = mask if batch.is_border is None else mask & ~batch.is_border
+        mismatch = jnp.where(is_compared, fresh - sampled, 0)
+        metrics["entropy"] = F.masked_sum(forward.entropy, mask)
+        metrics["sampler_mismatch"] = F.masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
+        if batch.support_ids is not None:
+            left_out = -jnp.expm1(batch.processed_logprobs - batch.sampler_logprobs)
+            metrics["support_left_out"] = F.masked_sum(left_out, mask)
+        if batch.is_border is not None:
+            metrics["support_border"] = F.masked_sum(batch.is_border, mask)
+        return loss, Logs(metrics | more, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})
+
+    return term
+
+
+def corrected_advantages(
+    batch: Batch, logprobs: jax.Array, old_logprobs: jax.Array, config: LossConfig
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Applies `correction` and `off_policy_threshold` to advantages.
+
+    Args:
+      batch: The batch with advantages and the sampler's log-probabilities.
+      logprobs: Log-probabilities of the current policy, `[N, G, T]`.
+      old_logprobs: Log-probabilities in the denominator of the ratio, `[N, G, T]`.
+      config: The loss options of the run.
+
+    Returns:
+      Advantages `[N, G]` or `[N, G, T]`, and metrics.
+    """
+    advantages, mask, metrics = batch.advantages, batch.completion_mask, {}
+    if config.correction != "none":
+        log_ratio, weights_of = CORRECTIONS[config.correction]
+        sampled = batch.sampler_logprobs if batch.processed_logprobs is None else batch.processed_logprobs
+        weights = call_with(weights_of, log_ratio(old_logprobs, sampled, mask), **config.constants)
+        advantages = F.per_token(advantages, weights) * weights
+        metrics["correction"] = F.masked_sum(weights, mask)
+    if config.off_policy_threshold is not None:
+        # Compare with the sampler: old_logprobs equal the current ones in the first optimizer step.
+        drift = F.token_log_ratio(logprobs, batch.sampler_logprobs, mask)
+        keep = F.on_policy_completions(drift, batch.advantages, mask, threshold=config.off_policy_threshold)
+        advantages = jnp.where(keep, F.per_token(advantages, logprobs), 0)
+        metrics["on_policy_share"] = F.masked_sum(keep, mask)
+    return advantages, metrics
+
+
 def average_over_updates(metrics: Mapping[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
     """Returns the metrics of an iteration from those of its optimizer steps.
 
@@ -249,7 +314,7 @@ def adapt_kl_coef(config: GRPOConfig) -> Hook:
     assert target is not None
 
     def hook(state: TrainState, metrics: Any, step: Any) -> TrainState:
-        kl_coef = adaptive_kl_coef(
+        kl_coef = F.adaptive_kl_coef(
             state.extras["kl_coef"],
             metrics["kl_completion"],
             target=target,

@@ -19,10 +19,10 @@ from grpo_jax.errors import Interruption
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
 from grpo_jax.rewards.reward import to_rewards
 from grpo_jax.rl.grade import grade_completions, reward_arrays
-from grpo_jax.rl.grpo import by_part, corrected_advantages
+from grpo_jax.rl.grpo import by_part
 from grpo_jax.rl.programs import make_method_programs, make_programs
 from grpo_jax.rl.types import Graded
-from grpo_jax.rl.update import adapt_kl_coef, average_over_updates, sync_reference
+from grpo_jax.rl.update import adapt_kl_coef, average_over_updates, corrected_advantages, sync_reference
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import Batch, TrainState
