@@ -668,21 +668,15 @@ def _preset_numbers(preset: str) -> dict[str, Any]:
 PPO = recipe("lite_ppo", group_size=1, kl_coef=0.02, kl_in_reward=True, critic="own")
 
 
-class Rate(NamedTuple):
-    """Learning rates that trained models with rewards, up to a size. docs/hyperparameters.md has their sources."""
-
-    most_params: float
-    full: float
-    lora: float | None  # None: not tried
-
-
-RATES = (
-    Rate(1e6, 4e-4, 3e-3),
-    Rate(3e7, 1e-4, None),
-    Rate(2e8, 4e-6, 1e-4),
-    Rate(4e8, 1e-6, 1e-4),
-    Rate(float("inf"), 1e-6, 1e-5),
-)
+# The most parameters of a model -> learning rates with which rewards trained such models: of all parameters, and of LoRA
+# (None: not tried). docs/hyperparameters.md has their sources.
+RATES: dict[float, tuple[float, float | None]] = {
+    1e6: (4e-4, 3e-3),
+    3e7: (1e-4, None),
+    2e8: (4e-6, 1e-4),
+    4e8: (1e-6, 1e-4),
+    float("inf"): (1e-6, 1e-5),
+}
 
 
 # ---- checks that options work together: each yields a sentence for a conflict, and the first one is raised

@@ -215,10 +215,8 @@ def test_the_page_has_the_rates_that_runs_are_compared_with():
     (table,) = re.findall(r"## Learning rate by size\n(.*?)\n## ", page, re.DOTALL)
     cells = re.findall(r"^\| (up to .*? million|more) \| (\S+).*? \| (.*?) \|", table, re.MULTILINE)
     numbers = [(words, float(full), None if lora == "not tried" else float(lora)) for words, full, lora in cells]
-    sizes = [
-        "more" if math.isinf(row.most_params) else f"up to {row.most_params / 1e6:.0f} million" for row in configs.RATES
-    ]
-    assert numbers == [(size, row.full, row.lora) for size, row in zip(sizes, configs.RATES, strict=True)]
+    sizes = ["more" if math.isinf(most) else f"up to {most / 1e6:.0f} million" for most in configs.RATES]
+    assert numbers == [(size, *rates) for size, rates in zip(sizes, configs.RATES.values(), strict=True)]
 
 
 def test_methods_have_one_default_unless_the_page_says_why():
