@@ -72,7 +72,7 @@ def models_of(trained: Params, frozen: Any, extras: Mapping[str, Any]) -> Params
 
 def with_fixed_reference(models: Params, config: GRPOConfig) -> Params:
     """Adds the frozen role "reference", the initial policy, to a run's models by role, if the reference never moves."""
-    if config.reference.ref_sync_steps or not config.loss.objective.has_reference:
+    if config.loss.ref_sync_steps or not config.loss.objective.has_reference:
         return models
     return models | {"reference": models["policy"]}
 
@@ -155,7 +155,7 @@ def optimizer_step(
             call_with, method.aggregation, num_completions=minibatch.temperature.size, max_length=longest
         ),
         optimizer=method.optimizer,
-        pieces=partial(method.pieces, microbatches=options.microbatches, piece_tokens=options.piece_tokens),
+        pieces=partial(method.pieces, piece_tokens=config.piece_tokens),
         devices=devices,
         rounded=method.rounded and partial(_rounded_policy, method.rounded),
     )
@@ -280,7 +280,7 @@ def average_over_updates(metrics: Mapping[str, jax.Array], tokens: jax.Array) ->
 
 def make_hooks(config: GRPOConfig) -> tuple[Callable[[Any], dict[str, Any]], tuple[Hook, ...]]:
     """Returns a function from trained parameters to initial `TrainState.extras`, and the hooks that update these."""
-    moves, adapts = config.reference.ref_sync_steps > 0, config.reference.kl_target is not None
+    moves, adapts = config.loss.ref_sync_steps > 0, config.loss.kl_target is not None
 
     def extras(trained: Any) -> dict[str, Any]:
         # A copy, since the update donates the state.
@@ -295,8 +295,8 @@ def sync_reference(config: GRPOConfig) -> Hook:
     """θ_ref ← α θ + (1 − α) θ_ref every `ref_sync_steps` iterations. TR-DPO (2404.09656)."""
 
     def hook(state: TrainState, metrics: Any, step: Any) -> TrainState:
-        due = (step + 1) % config.reference.ref_sync_steps == 0
-        alpha = jnp.where(due, config.reference.ref_mixup_alpha, 0.0)
+        due = (step + 1) % config.loss.ref_sync_steps == 0
+        alpha = jnp.where(due, config.loss.ref_mixup_alpha, 0.0)
         reference = jax.tree.map(
             lambda new, old: (alpha * new + (1 - alpha) * old).astype(old.dtype),
             state.params["policy"],
@@ -310,7 +310,7 @@ def sync_reference(config: GRPOConfig) -> Hook:
 def adapt_kl_coef(config: GRPOConfig) -> Hook:
     """Moves β towards `kl_target` (`functional.adaptive_kl_coef`). 1909.08593."""
 
-    target = config.reference.kl_target
+    target = config.loss.kl_target
     assert target is not None
 
     def hook(state: TrainState, metrics: Any, step: Any) -> TrainState:
@@ -319,7 +319,6 @@ def adapt_kl_coef(config: GRPOConfig) -> Hook:
             metrics["kl_completion"],
             target=target,
             num_samples=config.sampling.num_prompts * config.sampling.group_size,
-            horizon=config.reference.kl_horizon,
         )
         # A step whose KL is not finite is skipped. With it, this coefficient and so all later steps would be lost.
         kl_coef = jnp.where(jnp.isfinite(kl_coef), kl_coef, state.extras["kl_coef"])

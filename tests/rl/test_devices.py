@@ -126,10 +126,10 @@ def case_of(name: str) -> Case:
         config = recipe("grpo", **options, minibatches=2, kl_coef=0.2, **(moving if name == "moving" else {}))
         policy = DECODER if name == "moving" else decoder_policy(OTHER)
         return Case(config, grpo_method(policy, config), {"policy": jax.jit(policy.init)(jax.random.key(0))}, policy)
-    config = recipe("grpo", **options, microbatches=2, kl_coef=0.2)
+    config = recipe("grpo", **options, piece_tokens=P + G * T - 1, kl_coef=0.2)  # one prompt each
     policy = DECODER
     if name == "packed":  # completions so long that rows of one completion each cost little more
-        config = with_options(config, microbatches=0, max_tokens=20, piece_tokens=60)
+        config = with_options(config, max_tokens=20, piece_tokens=60)
     if "experts" in name or name == "offload":
         policy = decoder_policy(dataclasses.replace(EXPERTS, remat="offload") if name == "offload" else EXPERTS)
         params = jax.jit(policy.init)(jax.random.key(0))
@@ -174,7 +174,7 @@ def gradients(name: str, devices: Devices) -> Any:
     if name == "packed":
         local, tokens = N // parts(devices), case.config.sampling.max_tokens
         piece_tokens = case.config.optimizer.piece_tokens
-        assert pieces.choose_piece(local, P, G, tokens, microbatches=0, piece_tokens=piece_tokens).is_packed
+        assert pieces.choose_piece(local, P, G, tokens, piece_tokens=piece_tokens).is_packed
     programs, start, _ = prepared(case, devices)
     state, actual = start.learned(programs)
     return state.opt_state.gradients, actual.metrics, actual.advantages
