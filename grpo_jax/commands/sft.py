@@ -48,7 +48,7 @@ from grpo_jax.offline.phase import SupervisedConfig, check_rows
 from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.options import Seed, Size, Weight
 from grpo_jax.rl.guards import length_warning
-from grpo_jax.step import check_top_k
+from grpo_jax.scoring import check_top_k
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import encode_rows, padding_id
 from grpo_jax.training.prepare import load_frozen, load_model

@@ -26,7 +26,8 @@ from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.episodes import Turns, play
 from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.step import Batch, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
 
 _SCORED_WIDTH = 64  # texts are padded to multiples, so that few programs are compiled

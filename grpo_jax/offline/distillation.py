@@ -22,7 +22,8 @@ from grpo_jax.models.rows.geometry import TokenStates
 from grpo_jax.offline.phase import FitObjective, row_scorer
 from grpo_jax.offline.sft import as_completions, sum_texts
 from grpo_jax.options import check_ranges
-from grpo_jax.step import Batch, Logs, outputs_of_states, score_completion_tokens, states_of, token_divergence
+from grpo_jax.scoring import outputs_of_states, score_completion_tokens, states_of, token_divergence
+from grpo_jax.step import Batch, Logs
 
 
 def check_teacher_options(options: TeacherConfig, nll_coef: float) -> None:

@@ -50,7 +50,7 @@ from grpo_jax.models.params.tree import TARGETS, Quantize, Target
 from grpo_jax.models.policy import suits_cudnn
 from grpo_jax.models.rows.geometry import slots_of
 from grpo_jax.models.rows.pieces import PieceShape, choose_piece
-from grpo_jax.step import make_optimizer
+from grpo_jax.optimizer import make_optimizer
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}

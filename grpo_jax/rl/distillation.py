@@ -21,16 +21,8 @@ from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
 from grpo_jax.rl.grpo import keep_top_entropy, masked
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
-from grpo_jax.step import (
-    Array,
-    Batch,
-    Logs,
-    TargetOutputs,
-    outputs_of_states,
-    score_completion_tokens,
-    states_of,
-    token_divergence,
-)
+from grpo_jax.scoring import outputs_of_states, score_completion_tokens, states_of, token_divergence
+from grpo_jax.step import Array, Batch, Logs, TargetOutputs
 
 
 def distillation_method(method: Method, policies: Mapping[str, Policy], config: GRPOConfig) -> Method:

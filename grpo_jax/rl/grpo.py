@@ -19,20 +19,12 @@ from grpo_jax.functional.numerics import call_with
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rows.pieces import choose_pieces
+from grpo_jax.optimizer import learning_rate_schedule, make_optimizer
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
 from grpo_jax.rl.update import make_hooks, objective_term
-from grpo_jax.step import (
-    Array,
-    Batch,
-    Logs,
-    TargetOutputs,
-    learning_rate_schedule,
-    make_optimizer,
-    score_completion_tokens,
-    states_of,
-    token_divergence,
-)
+from grpo_jax.scoring import score_completion_tokens, states_of, token_divergence
+from grpo_jax.step import Array, Batch, Logs, TargetOutputs
 
 
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:

@@ -35,7 +35,8 @@ from grpo_jax.models.rows.geometry import rows_of_packed_groups
 from grpo_jax.models.rows.pieces import choose_piece
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.step import Batch, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
 from grpo_jax.training.phases import train
 
 V = 8

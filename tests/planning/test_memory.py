@@ -17,10 +17,10 @@ from grpo_jax.functional.products import CPU, Traits
 from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig
 from grpo_jax.models.params.tree import split
 from grpo_jax.models.rows.pieces import PieceShape
+from grpo_jax.optimizer import make_optimizer
 from grpo_jax.planning import memory
 from grpo_jax.planning.memory import Estimate, Shape, estimate
 from grpo_jax.rl.distillation import output_bytes
-from grpo_jax.step import make_optimizer
 
 MIXTURE = replace(TINY, experts=ExpertsConfig(8, 2, TINY.intermediate_size // 2, norm_topk_prob=True))
 DELTA = replace(TINY, delta=DeltaConfig(2, 4, 32, 32, 4), delta_layers=(0, 2), gated_attention=True)
