@@ -762,6 +762,34 @@ def check_effects(options: Any) -> None:
             raise UsageError(f"{name} has no effect on an optax transformation, which has its own rate: leave it out")
 
 
+def check_top_k(options: Any, vocab_size: int) -> None:
+    """Raises if options take more of the likeliest tokens than the model has.
+
+    Args:
+      options: A dataclass whose fields are options or dataclasses of options.
+      vocab_size: The number of tokens of the model.
+
+    Raises:
+      UsageError: There are fewer tokens. The message names the option.
+    """
+    values = options_of(options)
+    for name, most in (("top_k", vocab_size), ("distillation_top_k", vocab_size - 1)):
+        if values.get(name, 0) > most:
+            raise UsageError(
+                f"{name} is {values[name]}, but the model has {vocab_size} tokens: set it below that, or to 0 for all"
+            )
+
+
+def check_control(config: GRPOConfig) -> None:
+    """Raises if a control would learn from anything other than its random rewards.
+
+    Raises:
+      UsageError: There is a teacher.
+    """
+    if config.frozen_models:
+        raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
+
+
 def check_models(config: GRPOConfig, roles: Collection[str]) -> None:
     """Raises if options need a frozen model that is not loaded.
 

@@ -363,7 +363,7 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     for scorer in (model.config for role, model in models.items() if role != "policy"):
         from grpo_jax.rl.distillation import output_bytes  # loaded only with a teacher
 
-        shape = shape._replace(scorer=scorer, output_bytes=output_bytes(config, scorer))
+        shape = shape._replace(scorer=scorer, token_bytes=shape.token_bytes + output_bytes(config, scorer))
     limits = gather("the memory of a device", memory_limit(min(size(devices), jax.local_device_count())))
     plan = choose(policy.config, shape, min(limits), remat=options.model.remat)
     options = with_options(options, dtype=plan.model.dtype, **plan.options)

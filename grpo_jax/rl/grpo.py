@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax import functional as F
-from grpo_jax.config import BY_PART, Divergence, GRPOConfig, LossConfig
+from grpo_jax.config import BY_PART, GRPOConfig, LossConfig
 from grpo_jax.functional.numerics import call_with
 from grpo_jax.models.pieces import choose_pieces
 from grpo_jax.models.policy import Policy
@@ -26,12 +26,10 @@ from grpo_jax.step import (
     Array,
     Batch,
     Logs,
-    TargetOutputs,
     learning_rate_schedule,
     make_optimizer,
     score_completion_tokens,
     states_of,
-    token_divergence,
 )
 
 
@@ -210,14 +208,17 @@ def policy_terms(policy: Policy, config: LossConfig) -> tuple[LossTerm, ...]:
 
 def full_kl_term(policy: Policy, config: LossConfig) -> LossTerm:
     """β Σ w KL(π ‖ π_ref), or KL(π_ref ‖ π), over the whole vocabulary. The reference runs again in every update."""
-
-    kind, head = Divergence("forward_kl" if config.divergence == "reverse" else "reverse_kl"), policy.head
+    reverse, head = config.divergence == "reverse", policy.head
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        heads = head(models["policy"]), head(models["reference"])
+        (unembedding, softcap), (ref_unembedding, _) = head(models["policy"]), head(models["reference"])
 
         def divergence(states: jax.Array, ref_states: jax.Array, temperature: jax.Array) -> jax.Array:
-            return token_divergence(kind, heads, states, TargetOutputs(hidden=ref_states), temperature)
+            both, caps = (
+                (states, unembedding, ref_states, ref_unembedding),
+                {"softcap": softcap, "ref_softcap": softcap},
+            )
+            return F.token_kl(*both, reverse=reverse, temperature=temperature, **caps)
 
         reference = states_of(policy, models["reference"], batch)
         kl, mask = forward.states.map(divergence, reference, batch.temperature), batch.completion_mask
