@@ -29,7 +29,7 @@ from grpo_jax.hosts import gather
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained, with_tokenizer
 from grpo_jax.models.policy import decoder_policy, resolve_dtype
 from grpo_jax.models.transformer import Params
-from grpo_jax.options import check_ranges
+from grpo_jax.options import Escaped, check_ranges, options_of
 from grpo_jax.planning.memory import Plan, choose, num_params, shape_of
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.interaction import interaction_of
@@ -48,6 +48,9 @@ class RunOptions:
 
     train: GRPOConfig = GRPOConfig()
     model: ModelOptions = ModelOptions()
+    stop: tuple[Escaped, ...] = ()
+    """Texts that end a completion or turn. Rewards read the text before. On the command line `\\n` is a line break,
+    `\\\\` a backslash."""
 
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -190,20 +193,16 @@ def prompt_options(options: Any, sampling: DecodingConfig, pretrained: Pretraine
     """Returns the arguments of `text_task` that say how prompts are encoded and completions end.
 
     Args:
-      options: `ModelOptions`, or others with max_prompt_tokens, overlong and chat_template_kwargs.
+      options: Options with max_prompt_tokens, overlong, stop and chat_template_kwargs, in whichever group they are.
       sampling: How completions are sampled.
       pretrained: The model that samples.
 
     Raises:
       UsageError: Completions leave no room for a prompt.
     """
-    longest = pretrained.config.max_position_embeddings
-    return {
-        "max_prompt_tokens": prompt_limit(options.max_prompt_tokens, longest, sampling.completion_width),
-        "overlong": options.overlong,
-        "stop": sampling.stop,
-        "chat_template_kwargs": options.chat_template_kwargs,
-    }
+    named, longest = options_of(options), pretrained.config.max_position_embeddings
+    limit = prompt_limit(named["max_prompt_tokens"], longest, sampling.completion_width)
+    return {"max_prompt_tokens": limit} | {name: named[name] for name in ("overlong", "stop", "chat_template_kwargs")}
 
 
 # ---- methods that learn from rewards

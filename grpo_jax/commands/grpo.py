@@ -115,5 +115,5 @@ def task_of(options: Config, pretrained: Pretrained) -> AbstractContextManager[T
         group_size=sampling.group_size,
         seed=options.train.seed,
         has_levels=sampling.curriculum > 0,
-        **prompt_options(options.model, sampling, pretrained),
+        **prompt_options(options, sampling, pretrained),
     )

@@ -38,9 +38,6 @@ def check_task(task: Task, config: GRPOConfig) -> None:
     interaction.check(sampling)
     if config.has_critic and interaction.parts == "turns":
         raise UsageError("a critic reads no episodes of several turns: leave critic out, or take no environment")
-    texts = task.stop.texts if task.stop else ()
-    if tuple(sampling.stop) != texts:
-        raise UsageError(f"stop is {sampling.stop}, but the task stops at {texts}: pass the same texts to text_task")
     if task.open_ended and (loss.mask_truncated or config.critic.bootstrap_truncated):
         raise UsageError(
             "completions of this task are meant to be cut off, and end there: leave mask_truncated and "
