@@ -44,15 +44,6 @@ class TrainState(NamedTuple):
     source: Any = ()  # the state of the source of rollouts, arrays [N, ...]
 
 
-class TargetOutputs(NamedTuple):
-    """Outputs of a model that the policy should match. A field is None if the loss does not need it."""
-
-    logprobs: Array = None  # [N, G, T], log-probabilities of the sampled tokens
-    hidden: Array = None  # [N, G, T, E], hidden states
-    ids: Array = None  # int32 [N, G, T, K], the likeliest tokens
-    logits: Array = None  # [N, G, T, K + 1], logits of these tokens, and one for all other tokens together
-
-
 class Batch(NamedTuple):
     """Completions to learn from, on the devices."""
 
@@ -76,7 +67,7 @@ class Batch(NamedTuple):
     old_entropy: Array = None  # [N, G, T], in nats
     old_values: Array = None  # [N, G, T], values of a critic before the updates
     end_values: Array = None  # [N, G, 1], its values after the last token
-    target: TargetOutputs | None = None  # outputs of another model, with which terms compare the policy
+    target: Any = None  # outputs of another model, with which terms compare the policy
     # ---- from the rewards
     advantages: Array = None  # [N, G], or [N, G, T]
     returns: Array = None  # [N, G, T], the targets of a critic

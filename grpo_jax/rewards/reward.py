@@ -255,7 +255,7 @@ def parse_reward(text: str) -> Spec:
                 f"there is no built-in reward {function!r}: take one of {', '.join(_BUILTIN)}, or name your own as "
                 "file.py:function"
             )
-        from grpo_jax.rewards import builtin  # loaded only for its rewards
+        from grpo_jax.rewards import builtin  # loaded only for built-in rewards
 
         hints = get_type_hints(getattr(builtin, function))
         for argument, value in (arguments or {}).items():

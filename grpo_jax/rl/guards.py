@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.config import BY_PART, GRPOConfig, SamplingConfig
+from grpo_jax.config import BY_PART, GRPOConfig, SamplingConfig, check_top_k
 from grpo_jax.errors import UsageError
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import Graded
-from grpo_jax.scoring import check_top_k
 from grpo_jax.tasks.task import Task
 
 # In float32 ratios of tokens are within 1e-5 of 1. In bfloat16 on an H200, the largest of 32,000 ratios was off by 1 at
@@ -33,18 +32,11 @@ def check_task(task: Task, config: GRPOConfig) -> None:
     """
     check_tokens(task)
     loss, sampling = config.loss, config.sampling
-    if sampling.top_k > task.vocab_size:
-        raise UsageError(
-            f"top_k is {sampling.top_k}, but the model has {task.vocab_size} tokens: set it below that, or to 0 for all"
-        )
-    check_top_k(config.distillation.divergence, task.vocab_size)
+    check_top_k(config, task.vocab_size)
     interaction = interaction_of(task)
     interaction.check(sampling)
     if config.has_critic and interaction.parts == "turns":
         raise UsageError("a critic reads no episodes of several turns: leave critic out, or take no environment")
-    texts = task.stop.texts if task.stop else ()
-    if tuple(sampling.stop) != texts:
-        raise UsageError(f"stop is {sampling.stop}, but the task stops at {texts}: pass the same texts to text_task")
     if task.open_ended and (loss.mask_truncated or config.critic.bootstrap_truncated):
         raise UsageError(
             "completions of this task are meant to be cut off, and end there: leave mask_truncated and "

@@ -24,10 +24,10 @@ from tiny import (
     tiny_config,
 )
 
+from experiments.new_models import save_new_model
 from grpo_jax.config import recipe, with_options
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.external import function_policy, nnx_policy
-from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.params.lora import add_adapters
 from grpo_jax.models.params.quantised import quantise_params
 from grpo_jax.models.policy import decoder_policy
@@ -232,7 +232,7 @@ def test_what_these_models_lack_is_refused():
     with refused("decoder of this package"):
         quantise_params(params, "int8")
     with refused("decoder of this package"):
-        save_pretrained("nowhere", params, CONFIG)
+        save_new_model("nowhere", params, CONFIG)
     with refused("pass unembedding"):
         make_programs(policy, TASK, with_options(RUN, divergence="reverse"))
     with refused("leave out the environment"):
