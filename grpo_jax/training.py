@@ -16,15 +16,7 @@ from grpo_jax.devices import devices_of, place, pop_bytes_moved, to_devices
 from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import RewardLike, to_rewards
-from grpo_jax.rl.evaluate import (
-    Evaluation,
-    Samples,
-    evaluate,
-    num_heldout_calls,
-    prompt_means,
-    sample_heldout,
-    summary,
-)
+from grpo_jax.rl.evaluate import Evaluation, Samples, evaluate, num_heldout_calls, prompt_means, sample_heldout, summary
 from grpo_jax.rl.grade import gather_failures
 from grpo_jax.rl.iteration import OnRollout, iterate, make_iteration
 from grpo_jax.rl.programs import Programs, check_programs, compile_ahead
@@ -92,7 +84,7 @@ def train(
     """
     check_programs(programs, config)
     pop_bytes_moved()  # the first line counts only what this phase moves
-    for note in (*task.notes, *programs.notes):
+    for note in (*task.notes, *programs.policy.notes):
         run.warn_once(note, note)
     run.keep_inputs(phase, inputs_of(task) | config.sources)
     devices, logging = programs.sampler.devices, config.logging

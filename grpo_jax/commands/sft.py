@@ -26,15 +26,7 @@ from grpo_jax.config import ModelOptions, TeacherConfig, check_top_k, check_warm
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
 from grpo_jax.data.rows import Row, completion_text, is_plain_answer, read_messages, read_rows, text_column
-from grpo_jax.data.text import (
-    Answers,
-    Encoded,
-    answer_conversation,
-    answer_prompts,
-    ending_id,
-    fit_answers,
-    uses_chat,
-)
+from grpo_jax.data.text import Answers, Encoded, answer_conversation, answer_prompts, ending_id, fit_answers, uses_chat
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings
 from grpo_jax.errors import UsageError

@@ -24,14 +24,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface, text_part
 from grpo_jax.models.heads import Headed, without_vocabulary
 from grpo_jax.models.params import Adapted, Params, Quantize, check_decoder, check_full_precision
-from grpo_jax.models.weights import (
-    ignored_index,
-    load_params,
-    read_json,
-    save_params,
-    untie_if_different,
-    write_json,
-)
+from grpo_jax.models.weights import ignored_index, load_params, read_json, save_params, untie_if_different, write_json
 
 # Files of a folder besides weights, and those of them that a run and an export copy. None of them is a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")

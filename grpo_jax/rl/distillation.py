@@ -22,13 +22,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.distillation import TargetOutputs, outputs_of_states, token_divergence
 from grpo_jax.rl.grpo import keep_top_entropy, masked
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
-from grpo_jax.step import (
-    Array,
-    Batch,
-    Logs,
-    score_completion_tokens,
-    states_of,
-)
+from grpo_jax.step import Array, Batch, Logs, score_completion_tokens, states_of
 
 
 def distillation_method(method: Method, policies: Mapping[str, Policy], config: GRPOConfig) -> Method:

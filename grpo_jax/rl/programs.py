@@ -53,8 +53,7 @@ class Programs(NamedTuple):
     config: GRPOConfig  # the configuration that the programs are compiled for
     score_program: Any  # the compiled part of `score`; None without scorers
     compiling: list[Thread]  # the thread of `compile_ahead`, once it has started
-    expert_share: float  # that of the policy, for `update_flops`
-    notes: tuple[str, ...] = ()  # `Policy.notes`
+    policy: Policy  # the functions of the model
 
 
 MethodChange = Callable[[Method], Method]
@@ -156,8 +155,7 @@ def make_method_programs(
         config,
         score_program,
         [],
-        policy.expert_share,
-        policy.notes,
+        policy,
     )
 
 

@@ -157,14 +157,10 @@ def optimizer_step(
         optimizer=method.optimizer,
         pieces=partial(method.pieces, piece_tokens=config.piece_tokens),
         devices=devices,
-        rounded=method.rounded and partial(_rounded_policy, method.rounded),
+        rounded=method.rounded,
     )
     tokens = jnp.sum(minibatch.completion_mask)
     return state, method.summarise(metrics) | rate | {"_tokens": tokens}
-
-
-def _rounded_policy(rounded: Callable[[Params], Params], trained: Params) -> Params:
-    return rounded(trained["policy"])
 
 
 def loss_of(method: Method, others: tuple[Any, Any], trained: Params, piece: Batch) -> tuple[jax.Array, Logs]:

@@ -16,15 +16,7 @@ import numpy as np
 from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
 from grpo_jax.data.rows import batches, check_step_size, column, hash_of_prompt, kind_of, read_prompt
 from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, progress
-from grpo_jax.data.types import (
-    Answer,
-    Completion,
-    Example,
-    Prompt,
-    Reward,
-    hash_values,
-    rng,
-)
+from grpo_jax.data.types import Answer, Completion, Example, Prompt, Reward, hash_values, rng
 from grpo_jax.errors import UsageError, abbreviate, reason_of
 from grpo_jax.models.chat import Chat, make_chat, make_decoder, prompt_writer, render, row_kwargs, with_kwargs
 from grpo_jax.models.geometry import PromptWidths, choose_widths
