@@ -193,11 +193,9 @@ def full_kl_term(policy: Policy, config: LossConfig) -> LossTerm:
         (unembedding, softcap), (ref_unembedding, _) = head(models["policy"]), head(models["reference"])
 
         def divergence(states: jax.Array, ref_states: jax.Array, temperature: jax.Array) -> jax.Array:
-            both, caps = (
-                (states, unembedding, ref_states, ref_unembedding),
-                {"softcap": softcap, "ref_softcap": softcap},
-            )
-            return F.token_kl(*both, reverse=reverse, temperature=temperature, **caps)
+            both = states, unembedding, ref_states, ref_unembedding
+            common: Any = {"temperature": temperature, "softcap": softcap, "ref_softcap": softcap}
+            return F.token_kl(*both, reverse=reverse, **common)
 
         reference = states_of(policy, models["reference"], batch)
         kl, mask = forward.states.map(divergence, reference, batch.temperature), batch.completion_mask

@@ -103,7 +103,7 @@ def open_environment(
         spec, arguments = "grpo_jax.tasks.adapters:environment_of_factory", {"factory": factory}
     encode, more = in_chat_template(chat, in_chat, has_tools=bool(named))
     with environment_in_processes(spec, encode, arguments=arguments, **limits) as opened:
-        yield opened._replace(**more, **({"source": source} if named else {}))
+        yield opened._replace(source=source if named else opened.source, **more)
 
 
 @contextmanager
