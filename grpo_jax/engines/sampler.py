@@ -3,28 +3,31 @@
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_jax.config import EngineOptions, GRPOConfig
-from grpo_jax.devices import Devices, jit_on_devices, parts, sampling_devices, to_devices, to_numpy
-from grpo_jax.engines.completions import OTHER_SAMPLING, request_body
-from grpo_jax.engines.servers import Engine, Model, Request
+from grpo_jax.devices import Devices, jit_on_devices, num_shards, sampling_devices, to_devices, to_numpy
+from grpo_jax.engines.completions import OTHER_SAMPLING, read_completion, request_body
+from grpo_jax.engines.servers import Engine, Request
 from grpo_jax.engines.supports import make_add_supports
 from grpo_jax.errors import Interruption, UsageError
 from grpo_jax.hosts import check_alone
-from grpo_jax.models import huggingface, peft
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models import huggingface
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.files import peft
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.params import Adapted, check_full_precision
+from grpo_jax.models.params.tree import Adapted, check_full_precision
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.episodes import Turns, play
 from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.step import Batch, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
 
 _SCORED_WIDTH = 64  # texts are padded to multiples, so that few programs are compiled
@@ -45,10 +48,10 @@ def sampler_of(
     Raises:
       UsageError: No engine answers, or an engine does not support the run.
     """
-    _check(pretrained, task, config)
+    _check(pretrained, task)
     policy, devices = decoder_policy(pretrained.config), sampling_devices(config)
     sampling, max_tokens = config.sampling, config.sampling.max_tokens
-    truncation = {"top_k": sampling.top_k or -1, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    limits = {"top_k": sampling.top_k or -1, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
     def save(folder: Path, params: Params) -> None:
         if isinstance(params, Adapted):
@@ -58,8 +61,15 @@ def sampler_of(
             params = policy.rounded(params) if policy.rounded else params
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 
-    model = Model(save, make_score(policy, devices), pretrained.config.dtype, task.vocab_size, task.stop)
-    engine = Engine(options, model, sampling.temperature, note=note)
+    engine = Engine(
+        options,
+        save=save,
+        score=make_score(policy, devices),
+        read=partial(read_completion, vocab_size=task.vocab_size, stop=task.stop),
+        dtype=pretrained.config.dtype,
+        temperature=sampling.temperature,
+        note=note,
+    )
     add_supports = make_add_supports(policy, sampling, devices, engine.rounding)
 
     def turns(params, prompts: list[list[int]], numbers, temperature, noise) -> Turns:
@@ -81,8 +91,8 @@ def sampler_of(
                         seed=seed_of(noise, numbers[i, j], number),
                         max_tokens=max_tokens - int(out.completion_mask[i, j].sum()),
                         eos_ids=task.eos_ids,
-                        stop=sampling.stop,
-                        truncation=truncation,
+                        stop=task.stop.texts if task.stop else (),
+                        limits=limits,
                     ),
                 )
                 for i, j in places.tolist()
@@ -129,7 +139,7 @@ def make_score(policy: Policy, devices: Devices) -> Callable[[Params, list[int],
     program = jit_on_devices(score, 0, devices=devices)
 
     def score_text(params: Params, ids: list[int], temperature: float) -> np.ndarray:
-        rows = parts(devices)  # each device scores the same text
+        rows = num_shards(devices)  # each device scores the same text
         width = -(-len(ids) // _SCORED_WIDTH) * _SCORED_WIDTH
         text = np.zeros((rows, 1, width), np.int32)
         text[..., : len(ids)] = ids
@@ -176,13 +186,12 @@ def append(
         arrays.completion_mask[tokens], arrays.sampler_logprobs[tokens] = True, logprobs
 
 
-def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
+def _check(pretrained: Pretrained, task: Task) -> None:
     """Checks that an engine supports the run, before the first request."""
     check_full_precision(
         pretrained.params, "an engine samples with the original weights, so leave out quantize, or leave out engine"
     )
-    sampling = config.sampling
-    if task.stop and task.stop.strips and any(text.startswith(" ") for text in sampling.stop):
+    if task.stop and task.stop.strips and any(text.startswith(" ") for text in task.stop.texts):
         raise UsageError(
             "a stop text begins with a space, which the model's tokenizer drops at the beginning of a text and servers "
             "keep: leave out the space, or leave out engine"
