@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from grpo_jax.trainer import GRPOTrainer
     from grpo_jax.training import train
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "PRESETS",
     "GRPOConfig",

@@ -569,13 +569,27 @@ def test_readers_use_valid_checkpoints_and_move_nothing(finished, tmp_path):
     assert (folder / "6").is_dir()  # a reader moves nothing
 
 
-def test_checkpoints_of_earlier_versions_are_refused(tmp_path, monkeypatch):
-    state = TrainState({"policy": {"w": jnp.ones(2)}}, (), jnp.int32(0), {})
-    monkeypatch.setattr(seal, "__version__", "0.1.0")
-    with Checkpoints(tmp_path) as checkpoints:
+def saved_by(version, folder, state, monkeypatch):
+    """Saves step 3 as a version of the library does."""
+    with monkeypatch.context() as patch, Checkpoints(folder) as checkpoints:
+        patch.setattr(seal, "__version__", version)
         checkpoints.save(state, 3)
-    monkeypatch.undo()
-    with Checkpoints(tmp_path) as checkpoints, pytest.raises(UsageError) as refusal:
-        checkpoints.restore(lambda: state)
-    assert "0.1.0" in str(refusal.value)
-    assert __version__ in str(refusal.value)
+
+
+def test_checkpoints_of_other_forms_are_refused(tmp_path, monkeypatch):
+    state = TrainState({"policy": {"w": jnp.ones(2)}}, (), jnp.int32(0), {})
+    for version in ("0.1.0", "0.4.0"):
+        saved_by(version, tmp_path / version, state, monkeypatch)
+        with Checkpoints(tmp_path / version) as checkpoints, pytest.raises(UsageError) as refusal:
+            checkpoints.restore(lambda: state)
+        assert version in str(refusal.value)
+        assert __version__ in str(refusal.value)
+
+
+def test_checkpoints_of_the_version_before_are_read(tmp_path, monkeypatch):
+    state = TrainState({"policy": {"w": jnp.full(2, 5.0)}}, (), jnp.int32(0), {})
+    saved_by("0.2.0", tmp_path, state, monkeypatch)
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, step = checkpoints.restore(lambda: state)
+    assert step == 3
+    assert restored.params["policy"]["w"].tolist() == [5, 5]
