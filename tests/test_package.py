@@ -131,7 +131,7 @@ for build in (build_wheel, build_sdist):
 
 
 @pytest.mark.slow
-def test_wheel_and_sdist_hold_the_package_and_nothing_else(tmp_path):
+def test_wheel_and_sdist_hold_only_the_package(tmp_path):
     pytest.importorskip("setuptools", minversion="77")
     for folder in ("grpo_jax", "claims", "experiments"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
