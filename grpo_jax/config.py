@@ -692,7 +692,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     """Raises if options do not work together, before anything is compiled.
 
     Args:
-      config: The configuration of the run.
+      config: The options, of which those of the mesh are left to `validate_mesh`.
       num_devices: The number of devices over which prompts are sharded.
 
     Raises:
@@ -780,7 +780,7 @@ def check_models(config: GRPOConfig, roles: Collection[str]) -> None:
     """Raises if options need a frozen model that is not loaded.
 
     Args:
-      config: The configuration of the run.
+      config: Names the frozen models that the loss needs (`frozen_models`).
       roles: The roles of the loaded models.
 
     Raises:

@@ -101,7 +101,7 @@ print(*grpo_jax.__all__)
 
 
 @pytest.mark.parametrize("order", ["load_names(); load_modules()", "load_modules(); load_names()"])
-def test_public_names_are_never_modules_and_load_no_jax_before(order):
+def test_public_names_are_no_modules(order):
     ran = python("-c", f"{ORDERS}\n{order}; load_names(); load_modules()")
     assert ran.returncode == 0, ran.stderr
     assert {*ran.stdout.split()} == PUBLIC <= {*dir(grpo_jax)}
@@ -209,7 +209,7 @@ def test_a_users_file_is_strictly_typed(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_editable_install_imports_next_to_a_clone_of_its_name(tmp_path):
+def test_an_editable_install_imports_beside_a_clone(tmp_path):
     clone = tmp_path / "grpo_jax"
     shutil.copytree(ROOT / "grpo_jax", clone / "grpo_jax", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):

@@ -50,7 +50,7 @@ class Request(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What an engine must know of the trained model."""
+    """The functions and facts of the trained model that an engine needs."""
 
     # (folder, parameters) -> None, once the folder holds them; only the adapters if there are any
     save: Callable[[Path, Params], Any]

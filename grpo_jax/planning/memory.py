@@ -488,7 +488,7 @@ def shape_of(
     """Returns the shape of a run.
 
     Args:
-      run: The configuration of the run.
+      run: Supplies the sampling options, the sizes of pieces, the mesh, the optimizer, the critic and the reference.
       options: The options of the model.
       prompt_tokens: The most tokens of a prompt, P.
       parts: The number of parts of the mesh that prompts are spread over.

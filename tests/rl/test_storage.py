@@ -399,7 +399,7 @@ def test_the_start_can_be_the_best(tmp_path):
     assert best_step(read_scores(run.path / "checkpoints/grpo")) == 0
 
 
-def test_damaged_files_beside_the_seal_do_not_change_the_best_or_the_end(tmp_path):
+def test_damaged_files_do_not_change_the_best(tmp_path):
     """Each file outside the sealed checkpoints is removed or replaced by something else that a run may write."""
     cut = run_with_scores(tmp_path / "cut", 3).path
     whole = run_with_scores(shutil.copytree(cut, tmp_path / "whole")).path
@@ -467,7 +467,7 @@ def test_changed_lines_before_a_checkpoint_are_noticed(finished, tmp_path, name,
     assert warning == f"{name} has lines of grpo that the run did not write: its curves may be wrong"
 
 
-def test_a_run_has_no_fewer_steps_than_it_has_taken(finished, tmp_path):
+def test_fewer_steps_than_taken_are_refused(finished, tmp_path):
     shutil.copytree(finished[0], tmp_path / "run")
     file = tmp_path / "run/config.json"
     config = with_options(CONFIG, steps=1)
