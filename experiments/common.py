@@ -15,24 +15,24 @@ from rich.table import Table
 
 from experiments import plots
 from experiments.tasks.characters import Characters
-from grpo_jax import hosts
+from grpo_jax import hosts, report
+from grpo_jax.commands import flags
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective
 from grpo_jax.options import Positive, Size
 from grpo_jax.rl.programs import Programs, make_programs
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell, interval_over_runs
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import fit
+from grpo_jax.training.phases import fit
 
 # ---- small new models
 

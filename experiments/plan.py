@@ -33,15 +33,16 @@ from experiments.paper.lowered import lowered, peak_bytes, planned_bytes
 from experiments.paper.topology import GPUS, as_if_here, devices_of_topology
 from experiments.planning.models import MODELS
 from experiments.planning.traffic import Exchange, learn_traffic, moved, sample_traffic, score_traffic
+from grpo_jax.commands.flags import read_flags, refusing
 from grpo_jax.config import PPO, GRPOConfig, ModelOptions, PlannedRemat, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import CPU, Traits, traits_of_gpu
-from grpo_jax.models import sharding
 from grpo_jax.models.config import Dtype, ModelConfig
+from grpo_jax.models.decoder.transformer import param_shapes
 from grpo_jax.models.huggingface import model_folder, read_config
-from grpo_jax.models.params import Quantize
+from grpo_jax.models.params import sharding
+from grpo_jax.models.params.tree import Quantize
 from grpo_jax.models.policy import suits_cudnn
-from grpo_jax.models.transformer import param_shapes
 from grpo_jax.options import Count, Size, Weight, check_ranges
 from grpo_jax.planning.memory import (
     GB,
@@ -50,11 +51,10 @@ from grpo_jax.planning.memory import (
     Plan,
     Shape,
     choose,
+    count_shards,
     estimate,
     num_params,
-    parts_of,
 )
-from grpo_jax.runs.flags import read_flags, refusing
 
 
 class Device(NamedTuple):
@@ -361,7 +361,7 @@ def sharding_table(model: ModelConfig, shape: Shape) -> Table:
     table, params = Table("parameter", "shape", "cut along", "MB of a device", box=None), param_shapes(model)
     specs = jax.tree.leaves(sharding.specs(params, shape.mesh))
     for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True):
-        name, size = "/".join(key.key for key in path), x.size * x.dtype.itemsize / parts_of(spec, shape.mesh)
+        name, size = "/".join(key.key for key in path), x.size * x.dtype.itemsize / count_shards(spec, shape.mesh)
         axes = " ".join(_axes(entry, shape) for entry in spec)
         table.add_row(name, " x ".join(map(str, x.shape)), axes, f"{size / 1e6:.1f}")
     return table

@@ -11,7 +11,7 @@ from grpo_jax.functional import PRESETS, Objective
 from grpo_jax.functional.numerics import constants_of, is_zero
 from grpo_jax.functional.presets import CORRECTIONS
 from grpo_jax.models.config import AttentionKind, Dtype, Rounding, Router
-from grpo_jax.models.params import TARGETS, Quantize, Target
+from grpo_jax.models.params.tree import TARGETS, Quantize, Target
 from grpo_jax.options import (
     FLOAT32,
     Bound,
@@ -249,7 +249,7 @@ class DecodingConfig:
     `\\\\` a backslash."""
 
     @property
-    def truncates(self) -> bool:
+    def limits_tokens(self) -> bool:
         """True if some tokens may not be sampled."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
@@ -875,7 +875,7 @@ def _sampling(config: GRPOConfig, *, compares_groups: bool) -> Iterator[str]:
         yield f"temperature_spread is {options.temperature_spread}: temperature plus this must be above 0, and finite"
     if options.filter_metric and options.max_rollouts == 1 and not options.curriculum:
         yield f'filter_metric "{options.filter_metric}" needs dynamic sampling: leave it out, or raise max_rollouts'
-    if options.support == "sampler" and not options.truncates:
+    if options.support == "sampler" and not options.limits_tokens:
         yield "support is sampler, but the sampler draws from all tokens: leave it out, or set top_p, top_k or min_p"
     if options.kept_tokens == 1:
         yield "top_k is 1, and over a support of one token nothing can be learned: raise it, or leave support out"
@@ -940,7 +940,7 @@ def _correction(config: GRPOConfig, name: str) -> Iterator[str]:
         yield f"preset {loss.preset} takes its ratio against the sampler already: leave {correction} out"
     if name != "none" and loss.old_logprobs == "sampler":
         yield f"{correction} weighs the sampler, but old_logprobs are its own: leave one of them out"
-    if name == "geometric" and sampling.truncates and sampling.support == "vocabulary":
+    if name == "geometric" and sampling.limits_tokens and sampling.support == "vocabulary":
         yield (
             "correction geometric drops all completions when top_k, top_p or min_p change their probabilities: leave "
             "these out, set support to sampler, or take another correction"

@@ -23,13 +23,13 @@ from grpo_jax import functional as F
 from grpo_jax.config import AdamWConfig, Divergence, load_optimizer
 from grpo_jax.devices import ONE_DEVICE, Devices, sum_rows
 from grpo_jax.functional import Metrics
-from grpo_jax.models.geometry import PromptTokens, Rows, TokenStates, rows_of_groups
-from grpo_jax.models.params import PROJECTIONS, Adapted, check_full_precision
-from grpo_jax.models.pieces import Microbatches, Pieces, take
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.rounding import changed_share
+from grpo_jax.models.params.sharding import AXES, BATCH, laid_out, mesh_sizes, spread
+from grpo_jax.models.params.tree import PROJECTIONS, Adapted, check_full_precision
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.rounding import changed_share
-from grpo_jax.models.sharding import AXES, BATCH, laid_out, mesh_sizes, spread
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens, Rows, TokenStates, rows_of_groups
+from grpo_jax.models.rows.pieces import Microbatches, Pieces, take
 from grpo_jax.rewards.worker import one_line
 
 Array = Any  # jax.Array on a device, np.ndarray on the host

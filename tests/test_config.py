@@ -17,13 +17,12 @@ import pytest
 from tiny import GOLDEN, refused
 
 from grpo_jax import config as configs, options as grpo_options
-from grpo_jax.commands import dpo, kto, reward_model, sft
+from grpo_jax.commands import dpo, flags, kto, reward_model, sft
 from grpo_jax.commands.train import METHODS, module_of
 from grpo_jax.config import validate
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
-from grpo_jax.runs import flags
 from grpo_jax.runs.folder import differing_options, run_digest
 from grpo_jax.tasks.options import TaskOptions
 

@@ -13,10 +13,10 @@ from grpo_jax import devices
 from grpo_jax.config import recipe
 from grpo_jax.devices import memory_limit, peak_flops, peak_memory_mb, update_flops
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import param_shapes
+from grpo_jax.models.params.quantised import quantise_params
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.transformer import param_shapes
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl import interaction, source
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.scorers import score_rollout

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     *("interrupt", "errors", "functional", "options", "models", "sampling", "statistics", "data", "rewards", "tasks"),
     *("presets", "config", "hosts", "devices", "step", "offline", "rl", "planning", "engines", "runs"),
-    *("prepare", "training", "trainer", "commands", "__main__", "experiments", "claims"),
+    *("report", "training", "commands", "__main__", "experiments", "claims"),
 )
 FILES = sorted(file for folder in ("grpo_jax", "experiments", "claims") for file in (ROOT / folder).rglob("*.py"))
 

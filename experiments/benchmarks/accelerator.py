@@ -36,8 +36,8 @@ from experiments import timing
 from experiments.benchmarks.shapes import SHAPES, Shape
 from experiments.planning.models import MODELS
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.decoder.transformer import param_shapes
 from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.models.transformer import param_shapes
 
 ShapeName = Literal["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen2.5-7b-lora", "tiny"]
 LORA = ("--lora-rank", "16", "--param-dtype", "bfloat16")

@@ -26,13 +26,13 @@ from experiments.benchmarks.race.races import RACES, race_config, race_task
 from experiments.benchmarks.shapes import Shape, cost_of
 from grpo_jax.config import ModelOptions
 from grpo_jax.models.config import Dtype
-from grpo_jax.models.params import split
-from grpo_jax.models.pieces import choose_pieces
-from grpo_jax.prepare import Prepared, RunOptions, load_models, prepare
+from grpo_jax.models.params.tree import split
+from grpo_jax.models.rows.pieces import choose_pieces
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import noise_of
 from grpo_jax.rl.update import loss_of, with_fixed_reference
 from grpo_jax.step import TrainState, accumulate_grads
+from grpo_jax.training.prepare import Prepared, RunOptions, load_models, prepare
 
 ROWS, INNER, COLUMNS = 8192, 512, 2048  # of the matrix products
 PASSES = {"sample": 1, "score": 1, "forward": 1, "forward and backward": 3}  # operations in forward passes

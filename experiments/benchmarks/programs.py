@@ -1,6 +1,6 @@
 """How fast is each of the three programs of an iteration, as a share of the device's speed?
 
-It runs `sample`, `score` and `learn` as `grpo_jax.training` compiles them, with a decoder with random weights,
+It runs `sample`, `score` and `learn` as `grpo_jax.training.phases` compiles them, with a decoder with random weights,
 completions of full length, a separate reference, and one optimizer step per rollout. Seconds are medians. Operations
 and bytes are the least that the work needs (`shapes.cost_of`); recomputation does not count. They are compared with a
 matrix product and a copy of memory, measured in the same run.
@@ -27,9 +27,9 @@ from experiments.benchmarks.shapes import SHAPES, Shape, ShapeName, cost_of
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.params import split
+from grpo_jax.models.params.tree import split
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.rl.scorers import score_rollout

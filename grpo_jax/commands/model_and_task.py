@@ -13,23 +13,23 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from grpo_jax.commands import flags
 from grpo_jax.config import CriticConfig, DecodingConfig, GRPOConfig, check_effects, recipe, validate
 from grpo_jax.data.generators import PREFIX
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models.config import Dtype
+from grpo_jax.models.files.weights import read_json
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.policy import resolve_dtype
-from grpo_jax.models.weights import read_json
 from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
-from grpo_jax.prepare import prompt_options, try_rewards
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.rl.interaction import interaction_of
-from grpo_jax.runs import flags
 from grpo_jax.runs.pretrained import Step, load_run, phase_of
 from grpo_jax.runs.progress import use_cache
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
+from grpo_jax.training.prepare import prompt_options, try_rewards
 
 # Options whose defaults come from the run, with any task
 _DECODING = options_of(DecodingConfig()).keys()
@@ -68,11 +68,11 @@ Options = TypeVar("Options", bound=SamplingOptions)
 # ---- the command line
 
 
-def run_command(parse: Callable[[], Options], main: Callable[[Options], None]) -> None:
+def run_command(read: Callable[[], Options], main: Callable[[Options], None]) -> None:
     """Reads the command line and runs a command."""
     try:
         with flags.refusing():
-            options = parse()
+            options = read()
             if options.compilation_cache:
                 use_cache()
             main(options)
@@ -81,7 +81,7 @@ def run_command(parse: Callable[[], Options], main: Callable[[Options], None]) -
 
 
 def read_command_line(
-    options_class: type[Options], description: str | None, args: list[str] | None, *, of_run: Iterable[str] = ()
+    options_class: type[Options], description: str | None, args: list[str] | None = None, *, of_run: Iterable[str] = ()
 ) -> Options:
     """Reads the command line. If MODEL is the folder of a run, the run's options are the defaults.
 
@@ -208,7 +208,7 @@ def open_model_and_task(options: SamplingOptions, subject: Subject, **task_optio
     Raises:
       UsageError: Model and task cannot be opened or do not work together, or every reward fails.
     """
-    pretrained, step = load(options)
+    pretrained, step = load_sampling_model(options)
     sampling = subject.config.sampling
     prompting = prompt_options(options, sampling, pretrained)
     has_levels = subject.same_task and subject.saved.get("curriculum", 0) > 0
@@ -221,7 +221,7 @@ def open_model_and_task(options: SamplingOptions, subject: Subject, **task_optio
         yield Opened(pretrained, step, task, notes)
 
 
-def load(options: SamplingOptions) -> tuple[Pretrained, int | None]:
+def load_sampling_model(options: SamplingOptions) -> tuple[Pretrained, int | None]:
     """Loads a model, or the model of a run. Also returns the step of the run's checkpoint, or None."""
     if saved := saved_options(options.model):
         dtype = resolve_dtype(saved.get("dtype", "float32"))

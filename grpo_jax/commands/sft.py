@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.commands import flags
 from grpo_jax.commands.offline import Job, PairOptions, Values, encoding, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, TeacherConfig, check_warmup, with_options
@@ -42,16 +43,15 @@ from grpo_jax.hosts import check_alone
 from grpo_jax.models.chat import make_chat
 from grpo_jax.models.huggingface import Pretrained, for_texts
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.offline.distillation import Target, check_options, divergence_objective, mean_divergence
+from grpo_jax.offline.distillation import Target, check_teacher_options, divergence_objective, mean_divergence
 from grpo_jax.offline.phase import SupervisedConfig, check_rows
 from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.options import Seed, Size, Weight
-from grpo_jax.prepare import load_frozen, load_model
 from grpo_jax.rl.guards import length_warning
-from grpo_jax.runs import flags
 from grpo_jax.step import check_top_k
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import encode_rows, padding_id
+from grpo_jax.training.prepare import load_frozen, load_model
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Config:
     """Random seed of the order of rows and of new adapters."""
 
 
-def prepare(config: Config) -> Job:
+def make_sft_job(config: Config) -> Job:
     """Reads the rows, and loads the model and a teacher if one is named.
 
     Raises:
@@ -100,11 +100,11 @@ def prepare(config: Config) -> Job:
         check_alone(f"phases with a {role}")
     check_warmup(config.train, config.train.steps, default=type(config)().train.warmup_steps)
     check_rows(config.train, rows=config.num_rows, name="num_rows")
-    check_options(config.divergence, config.nll_coef)
+    check_teacher_options(config.divergence, config.nll_coef)
     devices = devices_of(config.train)
-    rows = read_completions(config)  # before the weights, which take longer
+    rows = read_training_rows(config)  # before the weights, which take longer
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
-    training, held_out, prompts, (*losses, sizes) = encode_texts(config, rows, model)
+    training, held_out, prompts, (*losses, sizes) = encode_splits(config, rows, model)
     width = training.ids.shape[1]
     model = for_texts(model, width)
     policy, heldout = decoder_policy(model.config), partial(packed_pieces, held_out, config.num_rows)
@@ -171,10 +171,10 @@ def log_means(params: Any, values: Values) -> dict[str, float]:
     return {name: float(x.mean()) for name, x in values.items()}
 
 
-main = partial(run_method, prepare)
+main = partial(run_method, make_sft_job)
 
 
-def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
+def read_training_rows(config: Config) -> Sequence[Mapping[str, Any]]:
     """Reads the rows. The completion of a row is a text, or chat messages; "messages" holds prompt and completion.
 
     If the first row has only a "text", each row's text is its prompt, and its completion is None.
@@ -222,7 +222,7 @@ def _with_completion(config: Config, row: Row) -> Row:
     return Row({**row, name: completion_text(row, name, remedy="set --completion-column")}, row.where)
 
 
-def encode_texts(
+def encode_splits(
     config: Config, rows: Sequence[Mapping[str, Any]], pretrained: Pretrained
 ) -> tuple[Packed, Packed, Prompts, list[str]]:
     """Encodes, splits and packs rows, with the same split as in a task with these rows.

@@ -10,10 +10,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import Literal, get_args
 
+from grpo_jax.commands import flags
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.functional import PRESETS
 from grpo_jax.options import COUNTERPARTS, DIFFERENCES, check_known, current_name, option_types, suggestion
-from grpo_jax.runs import flags
 from grpo_jax.runs.files import read_object
 from grpo_jax.runs.folder import numbered_runs
 

@@ -23,7 +23,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grpo_jax.engines.http import one_line, parse_json
+from grpo_jax.engines.http import decode_answer, without_key
 from grpo_jax.errors import abbreviate
 from grpo_jax.sampling.stopping import Stop
 
@@ -43,11 +43,11 @@ def request_body(
     max_tokens: int,
     eos_ids: Sequence[int],
     stop: Sequence[str] = (),
-    truncation: Mapping[str, float] = {},
+    limits: Mapping[str, float] = {},
 ) -> dict[str, Any]:
     """Returns the request for a completion, without the name of the model.
 
-    `truncation` has the fields `top_p`, `top_k` and `min_p`, which by default do nothing.
+    `limits` has the fields `top_p`, `top_k` and `min_p`, which by default do nothing.
 
     Each completion is a separate request with its own seed, so that a failed request can be repeated with the same
     result. The server caches the prompt that the completions of a group share.
@@ -69,7 +69,7 @@ def request_body(
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        **truncation,
+        **limits,
     }
 
 
@@ -92,12 +92,12 @@ def read_completion(
       Wrong: A check failed.
     """
     try:
-        (choice,) = parse_json(answer)["choices"]
+        (choice,) = decode_answer(answer)["choices"]
         ids, seen = [operator.index(i) for i in choice["token_ids"]], choice.get("prompt_token_ids")
         logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
     except _UNREADABLE as error:
         raise Wrong(
-            f"gave no completion with token ids and log-probabilities ({one_line(error)}): it needs a version that "
+            f"gave no completion with token ids and log-probabilities ({without_key(error)}): it needs a version that "
             "knows return_token_ids"
         ) from None
     if not len(ids) == len(logprobs) > 0 or not all(-math.inf < value <= _ROUNDING for value in logprobs):
@@ -179,9 +179,11 @@ def score_prompt(complete: Complete, prompt: list[int]) -> ScoredText:
     """
     body = request_body(prompt, temperature=1.0, seed=0, max_tokens=1, eos_ids=()) | {"prompt_logprobs": 0}
     try:
-        (choice,) = parse_json(complete(body))["choices"]
+        (choice,) = decode_answer(complete(body))["choices"]
         tokens = zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)
         logprobs = [float(candidates[str(i)]["logprob"]) for i, candidates in tokens]
     except _UNREADABLE as error:
-        raise Wrong(f"gave no log-probabilities of a prompt ({one_line(error)}): it needs vLLM 0.32 or later") from None
+        raise Wrong(
+            f"gave no log-probabilities of a prompt ({without_key(error)}): it needs vLLM 0.32 or later"
+        ) from None
     return ScoredText(prompt, logprobs, 1.0, "a prompt", _OTHER_WEIGHTS)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_jax.engines.completions import ScoredText, score_prompt, score_sampled
-from grpo_jax.engines.http import KEY, Failure, Gone, Refused, ask, parse_json
+from grpo_jax.engines.http import KEY, Failure, Gone, Refused, ask, decode_answer
 from grpo_jax.errors import Interruption
-from grpo_jax.models.params import Adapted
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import Adapted
 
 COMPLETIONS = "/v1/completions"
 SOON = 30.0  # seconds for an answer that needs no computation
@@ -64,7 +64,7 @@ class Server:
         """Sends a request and returns the answer as parsed JSON; None for other texts. Raises as `ask` does."""
         answer = self.ask(path, body)
         with suppress(ValueError):
-            return parse_json(answer)
+            return decode_answer(answer)
         return None
 
 

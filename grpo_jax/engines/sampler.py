@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.config import EngineOptions, GRPOConfig
-from grpo_jax.devices import Devices, jit_on_devices, parts, sampling_devices, to_devices, to_numpy
+from grpo_jax.devices import Devices, jit_on_devices, num_shards, sampling_devices, to_devices, to_numpy
 from grpo_jax.engines.completions import OTHER_SAMPLING, request_body
 from grpo_jax.engines.servers import Engine, Model, Request
 from grpo_jax.engines.supports import make_add_supports
 from grpo_jax.errors import Interruption, UsageError
 from grpo_jax.hosts import check_alone
-from grpo_jax.models import huggingface, peft
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models import huggingface
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.files import peft
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.params import Adapted, check_full_precision
+from grpo_jax.models.params.tree import Adapted, check_full_precision
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.episodes import Turns, play
 from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions
@@ -48,7 +49,7 @@ def sampler_of(
     _check(pretrained, task, config)
     policy, devices = decoder_policy(pretrained.config), sampling_devices(config)
     sampling, max_tokens = config.sampling, config.sampling.max_tokens
-    truncation = {"top_k": sampling.top_k or -1, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    limits = {"top_k": sampling.top_k or -1, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
     def save(folder: Path, params: Params) -> None:
         if isinstance(params, Adapted):
@@ -82,7 +83,7 @@ def sampler_of(
                         max_tokens=max_tokens - int(out.completion_mask[i, j].sum()),
                         eos_ids=task.eos_ids,
                         stop=sampling.stop,
-                        truncation=truncation,
+                        limits=limits,
                     ),
                 )
                 for i, j in places.tolist()
@@ -129,7 +130,7 @@ def make_score(policy: Policy, devices: Devices) -> Callable[[Params, list[int],
     program = jit_on_devices(score, 0, devices=devices)
 
     def score_text(params: Params, ids: list[int], temperature: float) -> np.ndarray:
-        rows = parts(devices)  # each device scores the same text
+        rows = num_shards(devices)  # each device scores the same text
         width = -(-len(ids) // _SCORED_WIDTH) * _SCORED_WIDTH
         text = np.zeros((rows, 1, width), np.int32)
         text[..., : len(ids)] = ids

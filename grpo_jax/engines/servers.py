@@ -24,11 +24,11 @@ import numpy as np
 from grpo_jax.config import EngineOptions
 from grpo_jax.engines.completions import Wrong, read_completion
 from grpo_jax.engines.handover import SOON, Handover, Probe, Server, handover_of
-from grpo_jax.engines.http import KEY, Failure, Gone, ask, parse_json
+from grpo_jax.engines.http import KEY, Failure, Gone, ask, decode_answer
 from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.models.config import Dtype
-from grpo_jax.models.params import Adapted
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import Adapted
 from grpo_jax.sampling.stopping import Stop
 
 _AT_ONCE = 256  # concurrent requests to a server, which batches them
@@ -135,7 +135,7 @@ class Engine:
           UsageError: It is no server of the protocol, or refuses the request.
         """
         try:
-            models = parse_json(ask(f"{server.url}/v1/models", timeout=min(self._timeout, SOON)))
+            models = decode_answer(ask(f"{server.url}/v1/models", timeout=min(self._timeout, SOON)))
             server.model = str(models["data"][0]["id"])
         except (Failure, ValueError, LookupError, TypeError) as error:
             raise (Gone if isinstance(error, Gone) else UsageError)(

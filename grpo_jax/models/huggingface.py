@@ -21,17 +21,17 @@ import numpy as np
 from grpo_jax.errors import UsageError, make_folder, reason_of, user_path
 from grpo_jax.models.chat import Chat, turn_end
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.families import config_from_huggingface, config_to_huggingface, text_part
-from grpo_jax.models.heads import Headed, without_vocabulary
-from grpo_jax.models.params import Adapted, Params, Quantize, check_decoder, check_full_precision
-from grpo_jax.models.weights import (
+from grpo_jax.models.decoder.heads import Headed, without_vocabulary
+from grpo_jax.models.files.families import config_from_huggingface, config_to_huggingface, text_config
+from grpo_jax.models.files.weights import (
     ignored_index,
     load_params,
     read_json,
     save_params,
     untie_if_different,
-    write_json,
+    write_model_json,
 )
+from grpo_jax.models.params.tree import Adapted, Params, Quantize, check_decoder, check_full_precision
 
 # Files of a folder besides weights, and those of them that a run and an export copy. None of them is a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
@@ -75,7 +75,7 @@ def load_pretrained(
       head: True for a classifier with one label, such as a reward model. The parameters are then `heads.Headed`.
       param_dtype: The dtype of the parameters, for any dtype in the files. Default float32, which keeps small updates.
         Decay rates and norms of delta nets are always float32, as in the files of Qwen3.5.
-      quantize: The format of the kernels of projections: int8 or nf4, for LoRA, or none; see `models.quantised`.
+      quantize: The format of the kernels of projections: int8 or nf4, for LoRA, or none; see `models.params.quantised`.
       sharding: A `jax.sharding.Sharding` for all parameters, a tree of shardings that is a prefix of the parameters, or
         a function from the parameters' shapes to either; None: the default device.
       weights: False to load everything but the weights. `params` then holds only shapes.
@@ -127,7 +127,7 @@ def read_config(folder: Path, **overrides: Any) -> ModelConfig:
     file = folder / "config.json"
     written = read_json(file)
     try:
-        config = config_from_huggingface(text_part(written))
+        config = config_from_huggingface(text_config(written))
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from error
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -328,7 +328,7 @@ def save_pretrained(
     check_full_precision(decoder, "save the original ones, or quantised.dequantise_params of them")
     source = None if source is None else Path(source)
     dtype = np.dtype(dtype or decoder["embedding"].dtype)
-    written = text_part(read_json(source / "config.json")) if source else config_to_huggingface(config)
+    written = text_config(read_json(source / "config.json")) if source else config_to_huggingface(config)
     for name in ("quantization_config", "auto_map"):  # the folder has no code, which auto_map would name
         written.pop(name, None)
     if isinstance(params, Headed):
@@ -343,7 +343,7 @@ def save_pretrained(
     with complete_or_not_at_all(folder) as partial:
         if source:
             copy_text_files(source, partial)
-        write_json(partial / "config.json", written)
+        write_model_json(partial / "config.json", written)
         if source:
             with suppress(UsageError):  # a tokenizer that cannot be loaded is copied as it is
                 _name_turn_end(partial)
@@ -360,7 +360,7 @@ def _name_turn_end(folder: Path) -> None:
     named = _eos_ids_in(file) if file.exists() else _eos_ids_in(folder / "config.json")
     if end is not None and end not in named:
         ids = sorted({end, *named} - {None}, key=int)  # type: ignore[arg-type]
-        write_json(file, (read_json(file) if file.exists() else {}) | {"eos_token_id": ids})
+        write_model_json(file, (read_json(file) if file.exists() else {}) | {"eos_token_id": ids})
 
 
 def classifier_class(model_type: str) -> str:
@@ -380,10 +380,10 @@ def _classifier_config(written: dict[str, Any]) -> dict[str, Any]:
     """Changes the config.json of a decoder to that of a classifier with one label."""
     architectures = [classifier_class(written["model_type"])]
     one_label = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-    return written | {"architectures": architectures, **one_label, "pad_token_id": scoring_padding(written)}
+    return written | {"architectures": architectures, **one_label, "pad_token_id": classifier_padding(written)}
 
 
-def scoring_padding(written: dict[str, Any]) -> int | None:
+def classifier_padding(written: dict[str, Any]) -> int | None:
     """Returns the padding token of a classifier made from the config.json of a decoder.
 
     transformers reads the score at the last token that is not padding, and refuses batches without a padding token. If
@@ -432,7 +432,7 @@ def save_description(folder: Path, config: ModelConfig, *, source: Path | None =
     if source:
         copy_text_files(source, folder)
     else:
-        write_json(folder / "config.json", config_to_huggingface(config))
+        write_model_json(folder / "config.json", config_to_huggingface(config))
 
 
 def files_of(folder: Path) -> list[str]:

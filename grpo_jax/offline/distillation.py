@@ -17,9 +17,9 @@ from grpo_jax.data.packing import Packed
 from grpo_jax.devices import ONE_DEVICE, Devices
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import masked_sum, token_mean_weights, weighted_sum
-from grpo_jax.models.geometry import TokenStates
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import TokenStates
 from grpo_jax.offline.phase import FitObjective, row_scorer
 from grpo_jax.offline.sft import as_completions, sum_texts
 from grpo_jax.options import check_ranges
@@ -34,7 +34,7 @@ class Target(NamedTuple):
     nll_coef: float = 0.0  # λ, the weight of the tokens' NLL, which is added to the divergence
 
 
-def check_options(options: TeacherConfig, nll_coef: float) -> None:
+def check_teacher_options(options: TeacherConfig, nll_coef: float) -> None:
     """Raises if the options of a phase with a teacher do not work together.
 
     Args:

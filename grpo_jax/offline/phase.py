@@ -19,14 +19,14 @@ from grpo_jax.devices import (
     devices_of,
     jit_on_devices,
     map_rows,
-    parts,
+    num_shards,
     to_devices,
     to_numpy,
 )
 from grpo_jax.errors import UsageError
-from grpo_jax.models.params import join
-from grpo_jax.models.pieces import Pieces, by_prompts, computed_in_pieces
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import join
+from grpo_jax.models.rows.pieces import Pieces, by_prompts, computed_in_pieces
 from grpo_jax.options import Size, check_ranges
 from grpo_jax.step import Logs, TrainState, init_state, learning_rate_schedule, logged_rate, make_optimizer, train_step
 
@@ -133,7 +133,7 @@ def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitP
     )
 
 
-def read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> StepLog:
+def read_metrics(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> StepLog:
     """Returns the line of a step, which is empty unless a line is due or the step was skipped.
 
     Each skipped step has a line, so that lines do not depend on where a run was interrupted.
@@ -169,7 +169,7 @@ def row_scorer(
     Args:
       score: (*constants, parameters, batch `[N, ...]`) -> numbers `[N, ...]`, such as `pairs.pair_logprobs`.
       constants: The first arguments of `score`, such as the policy.
-      devices: The devices that hold the parameters. On a mesh, N must be a multiple of its `parts`.
+      devices: The devices that hold the parameters. On a mesh, N must be a multiple of `num_shards`.
 
     Returns:
       (parameters, batch of NumPy arrays) -> NumPy arrays of all rows.
@@ -194,7 +194,7 @@ def check_rows(config: SupervisedConfig, *, rows: int, name: str) -> None:
       UsageError: The batch cannot be divided. The message says what to change.
     """
     devices = devices_of(config)
-    pieces = config.microbatches * parts(devices)
+    pieces = config.microbatches * num_shards(devices)
     if rows < 1 or rows % pieces:
         along = "devices" if devices.mesh is None else "data x fsdp"
         raise UsageError(f"{name} is {rows}: it must be a multiple of microbatches x {along}, {pieces}, and at least 1")

@@ -13,17 +13,17 @@ peak = process + held + max(sampling, scoring, learning), in bytes:
 - scoring = the scoring model's pass over one piece
 - learning = max(gradients + activations of one piece, the step of the optimizer)
 
-Parameters are counted from the model's trees, sharded as in `models.sharding`. The other terms are rough formulas.
-tests/planning/test_memory.py compares them with XLA's plans for `sample` and `learn`. On a CPU they are at most 10% too
-low, and mostly within 6%; rows of 256 tokens and more are up to 41% too high. On one GPU they are at most 3% too low
-and 25% too high. Fragmentation is not included.
+Parameters are counted from the model's trees, sharded as in `models.params.sharding`. The other terms are rough
+formulas. tests/planning/test_memory.py compares them with XLA's plans for `sample` and `learn`. On a CPU they are at
+most 10% too low, and mostly within 6%; rows of 256 tokens and more are up to 41% too high. On one GPU they are at most
+3% too low and 25% too high. Fragmentation is not included.
 
 A plan is the fastest way to compute a run that fits into the memory of a device. Pieces of `Traits.piece_tokens` with
 remat "none" are fastest. If these do not fit, pieces are halved, down to one prompt with its completions, and only then
 remat is turned on. The choice depends only on the model, the shape and the limit. It is stored in the run's options, so
 that a resumed run computes as before.
 
-Letters as in `models.transformer`: N prompts of P tokens, G completions of T tokens each.
+Letters as in `models.decoder.transformer`: N prompts of P tokens, G completions of T tokens each.
 """
 
 import math
@@ -39,17 +39,17 @@ from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat, load_optimiz
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
 from grpo_jax.functional.products import GPU, Traits, traits_of_backend
-from grpo_jax.models import sharding
-from grpo_jax.models.attention import num_blocks
 from grpo_jax.models.config import DELTA_CHUNK, READ, Dtype, Form, ModelConfig, Remat
-from grpo_jax.models.geometry import slots_of
-from grpo_jax.models.heads import without_vocabulary
-from grpo_jax.models.lora import add_adapters
-from grpo_jax.models.params import TARGETS, Quantize, Target
-from grpo_jax.models.pieces import PieceShape, choose_piece
+from grpo_jax.models.decoder.attention import num_blocks
+from grpo_jax.models.decoder.heads import without_vocabulary
+from grpo_jax.models.decoder.transformer import Params, find_repetition, param_shapes
+from grpo_jax.models.params import sharding
+from grpo_jax.models.params.lora import add_adapters
+from grpo_jax.models.params.quantised import quantise_params
+from grpo_jax.models.params.tree import TARGETS, Quantize, Target
 from grpo_jax.models.policy import suits_cudnn
-from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.transformer import Params, param_shapes, repetition
+from grpo_jax.models.rows.geometry import slots_of
+from grpo_jax.models.rows.pieces import PieceShape, choose_piece
 from grpo_jax.step import make_optimizer
 
 FLOAT32 = 4
@@ -63,7 +63,7 @@ _WORKSPACE = 32 * 2**20  # bytes that a matrix product of a library takes on an 
 # Python, its modules and XLA's programs: the peak of the process on a CPU was 460 to 760 MiB above the rest of the
 # estimate with all programs from the cache, and 920 to 1,140 with compilations (stories260K and SmolLM2-135M).
 _PROCESS = 900 * 2**20
-_QUERIES = 128  # queries in a block, as in `models.attention.attend`
+_QUERIES = 128  # queries in a block, as in `models.decoder.attention.attend`
 
 
 class Shape(NamedTuple):
@@ -178,7 +178,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     if model.experts:  # the loop over layers copies the experts of a layer
         prefill += _whole_layer(model, shape)
     keys_and_values = _keys_and_values(model, shape)
-    # See `models.attention.fuses_decoding`: attention that reads only filled slots needs no cache that grows.
+    # See `models.decoder.attention.fuses_decoding`: attention that reads only filled slots needs no cache that grows.
     grows = not (shape.is_on_one_gpu and _is_fused(model, shape))
     copied_from = shape.traits.grows_from if grows else shape.traits.narrows_from
     previous = round(_PREVIOUS * keys_and_values) if shape.max_tokens >= copied_from else 0
@@ -259,10 +259,10 @@ def bytes_on_device(tree: Any, mesh: Any) -> int:
 def _on_device(tree: Any, mesh: Any) -> list[tuple[Any, int]]:
     """Returns the leaves of a tree, each with the number of its elements on one device."""
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(sharding.specs(tree, mesh)), strict=True)
-    return [(x, x.size // parts_of(spec, mesh)) for x, spec in leaves]
+    return [(x, x.size // count_shards(spec, mesh)) for x, spec in leaves]
 
 
-def parts_of(spec: jax.sharding.PartitionSpec, mesh: Any) -> int:
+def count_shards(spec: jax.sharding.PartitionSpec, mesh: Any) -> int:
     """Counts the shards that a `PartitionSpec` cuts an array into."""
     axes = [name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
     return math.prod(mesh[name] for name in axes)
@@ -314,7 +314,7 @@ def _projected(model: ModelConfig, shape: Shape, form: Form) -> int:
 
 
 def _is_fused(model: ModelConfig, shape: Shape) -> bool:
-    """Returns whether cuDNN computes attention, which then keeps no scores."""
+    """Returns whether cuDNN computes attention, which then keeps no products."""
     return model.attention == "cudnn" or (model.attention == "auto" and suits_cudnn(model, shape.traits))
 
 
@@ -398,24 +398,24 @@ def _activations(model: ModelConfig, shape: Shape) -> int:
     working = (2 if model.remat == "none" or shape.is_on_one_gpu else 3) * max(layer_projections) * tokens
     if model.experts:  # a token is copied to each of its experts
         working += 6 * model.experts.num_experts_per_tok * model.hidden_size * tokens
-    # A prompt's keys and values are copied to each of its completions. Scores are in float32.
+    # A prompt's keys and values are copied to each of its completions. Products are in float32.
     pairs = piece.rows * piece.texts * (shape.prompt_tokens + piece.width)
     working += 4 * _keys(model, shape) * pairs
-    scores = 4 * FLOAT32 * piece.rows * piece.texts * (model.num_attention_heads // shape.tensor) * _scores(shape)
-    scores = 0 if _is_fused(model, shape) else scores
+    products = 4 * FLOAT32 * piece.rows * piece.texts * (model.num_attention_heads // shape.tensor) * _products(shape)
+    products = 0 if _is_fused(model, shape) else products
     whole_layers = (shape.fsdp > 1 or shape.quantize != "none") + (model.experts is not None)  # gradients of experts
     # XLA on a CPU computes delta nets ahead of the loop over layers again all at once, also with remat.
-    ahead = sum(form.mixer == "delta" for form in forms[: repetition(forms)[0]])
+    ahead = sum(form.mixer == "delta" for form in forms[: find_repetition(forms)[0]])
     nets = max(ahead, min(len(model.delta_layers), 1))
-    scores = max(scores, FLOAT32 * nets * tokens * _delta_elements(model))
+    products = max(products, FLOAT32 * nets * tokens * _delta_elements(model))
     layer = working * BYTES[model.dtype] + whole_layers * _whole_layer(model, shape)
     if model.experts:  # all layers of a period are in memory at once
-        layer *= repetition(forms)[1]
-    return stored * _bytes(model, shape) + _unrolled(model, shape) + max(layer + scores, _logits(model, shape))
+        layer *= find_repetition(forms)[1]
+    return stored * _bytes(model, shape) + _unrolled(model, shape) + max(layer + products, _logits(model, shape))
 
 
-def _scores(shape: Shape) -> int:
-    """Counts the attention scores of a head and a text in memory: of one block of queries, or on CPU of many blocks."""
+def _products(shape: Shape) -> int:
+    """Counts the products q·k of a head and a text in memory: of one block of queries, or on CPU of many blocks."""
     prompt, width = shape.prompt_tokens, shape.piece.width
     if shape.traits.backend == "cpu":
         return min(width, 16 * _QUERIES) * (prompt + min(width, (width + _QUERIES) // 2))
@@ -483,7 +483,7 @@ def shape_of(
     options: ModelOptions,
     prompt_tokens: int,
     *,
-    parts: int,
+    shards: int,
 ) -> Shape:
     """Returns the shape of a run.
 
@@ -491,13 +491,13 @@ def shape_of(
       run: Supplies the sampling options, the sizes of pieces, the mesh, the optimizer, the critic and the reference.
       options: The options of the model.
       prompt_tokens: The most tokens of a prompt, P.
-      parts: The number of parts of the mesh that prompts are spread over.
+      shards: The number of shards of a batch's prompts.
     """
     named = vars(run.sampling) | vars(run.optimizer) | vars(run.mesh) | vars(options)
     shape = Shape(**{name: named[name] for name in Shape._fields if name in named})  # options of the same names
-    traits, devices = traits_of_backend(), min(parts * shape.tensor, jax.local_device_count())
+    traits, devices = traits_of_backend(), min(shards * shape.tensor, jax.local_device_count())
     return shape._replace(
-        num_prompts=run.sampling.num_prompts // parts,
+        num_prompts=run.sampling.num_prompts // shards,
         prompt_tokens=prompt_tokens,
         max_tokens=run.sampling.completion_width,
         critic=run.critic.critic,

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from grpo_jax import functional as F
 from grpo_jax.config import DistillationConfig, GRPOConfig, LossConfig
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grpo import keep_top_entropy, masked
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
 from grpo_jax.step import (

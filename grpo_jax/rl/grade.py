@@ -116,13 +116,13 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
     examples = [example for example in prompts.examples for _ in range(shape[1])]
     flat = [text for group in texts for text in group]
     read = final_texts(task, examples, flat)
-    scores = rewards.score(examples, read)
-    parts = interaction.find_parts(task, completions, read, scores.parts, rewards)
-    scores = jax.tree.map(lambda x: x.reshape(shape), scores)
+    sums = rewards.grade(examples, read)
+    parts = interaction.find_parts(task, completions, read, sums.parts, rewards)
+    sums = jax.tree.map(lambda x: x.reshape(shape), sums)
     return Graded(
-        scores.rewards,
-        scores.applicable,
-        scores.components,
+        sums.rewards,
+        sums.applicable,
+        sums.components,
         lengths=np.asarray(completions.completion_mask).sum(-1),
         truncated=np.asarray(completions.truncated),
         distinct=np.array([len({(*text.ids, text.truncated) for text in group}) / shape[1] for group in texts]),

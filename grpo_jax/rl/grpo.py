@@ -17,9 +17,9 @@ from grpo_jax import functional as F
 from grpo_jax.config import BY_PART, Divergence, GRPOConfig, LossConfig
 from grpo_jax.functional.numerics import call_with
 from grpo_jax.functional.presets import CORRECTIONS
-from grpo_jax.models.pieces import choose_pieces
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.pieces import choose_pieces
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
 from grpo_jax.rl.update import make_hooks
@@ -86,16 +86,16 @@ def optimizer_of(config: GRPOConfig, schedule: optax.Schedule) -> optax.Gradient
 
 def _routing_term(num_experts: int) -> LossTerm:
     """Returns a term of value 0 that logs how tokens are distributed over experts."""
-    from grpo_jax.models.experts import load  # not loaded for dense models
+    from grpo_jax.models.decoder.experts import load_metrics  # not loaded for dense models
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        return jnp.zeros(()), Logs(load(forward.states.routing, batch.completion_mask, num_experts))
+        return jnp.zeros(()), Logs(load_metrics(forward.states.routing, batch.completion_mask, num_experts))
 
     return term
 
 
 def _busiest_expert(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    from grpo_jax.models.experts import busiest
+    from grpo_jax.models.decoder.experts import busiest
 
     return metrics | {"busiest_expert": busiest(metrics.pop("expert_share"))}
 

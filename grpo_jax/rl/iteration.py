@@ -14,8 +14,8 @@ import numpy as np
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import StepLog
 from grpo_jax.devices import devices_of, to_devices, update_flops
-from grpo_jax.models.params import TRAINED_ROLES, join
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import TRAINED_ROLES, join
 from grpo_jax.rewards.reward import Rewards
 from grpo_jax.rl.grade import Grading, make_grading
 from grpo_jax.rl.guards import make_damage_check
@@ -88,7 +88,7 @@ def make_iteration(
     Args:
       phase: The name of the phase, which names the files of skipped updates.
       programs: The programs of the run.
-      trained, frozen: Initial parameters by role, on the devices, as `models.params.split` returns them.
+      trained, frozen: Initial parameters by role, on the devices, as `models.params.tree.split` returns them.
       task: Supplies the prompts and decodes completions.
       rewards: The rewards of the run.
       config: The configuration of the run.

@@ -8,7 +8,7 @@ import jax
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Skipped, StepLog
 from grpo_jax.devices import Devices, local_rows, peak_flops, pop_bytes_moved, size, to_numpy
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.grade import read_completions, readable
 from grpo_jax.rl.guards import ratio_warning, support_warning
 from grpo_jax.rl.types import Learned, Rollout, Timed

@@ -15,11 +15,11 @@ import optax
 
 from grpo_jax import functional as F
 from grpo_jax.config import Critic, CriticConfig, GRPOConfig
-from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import TokenStates
+from grpo_jax.models.decoder import heads
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import TokenStates
 from grpo_jax.rl.grpo import kl_in_reward, masked, masked_mean, optimizer_of
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.types import Forward, LossTerm, Method, RewardArrays

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig, check_models, validate
-from grpo_jax.devices import COMPILING, abstract, devices_of, jit_on_devices, num_cores, parts, sampling_devices
+from grpo_jax.devices import COMPILING, abstract, devices_of, jit_on_devices, num_cores, num_shards, sampling_devices
 from grpo_jax.errors import UsageError
-from grpo_jax.models.params import split
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import split
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl import update
 from grpo_jax.rl.grade import empty_rewards
@@ -82,7 +82,7 @@ def make_programs(
       UsageError: Options do not work. The message says what to change.
     """
     policies = {"policy": policies} if isinstance(policies, Policy) else policies
-    validate(config, num_devices=parts(devices_of(config)))
+    validate(config, num_devices=num_shards(devices_of(config)))
     check_models(config, policies)
     if "teacher" in policies and not config.frozen_models:
         raise UsageError("there is a teacher, but distillation is none: choose one, such as reverse_kl")

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import ONE_DEVICE, Devices, map_rows
-from grpo_jax.models.pieces import computed_in_pieces, lengths_of
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.pieces import computed_in_pieces, lengths_of
 from grpo_jax.rl.types import Method, Scorer
 from grpo_jax.step import Batch, score_completion_tokens
 

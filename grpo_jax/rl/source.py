@@ -16,9 +16,9 @@ from grpo_jax.config import BY_PART, GRPOConfig, SamplingConfig
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import ONE_DEVICE, Devices, all_rows, place, spread_over, to_devices
 from grpo_jax.errors import UsageError
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import SAMPLING, Rollout, noise_of
@@ -206,7 +206,7 @@ def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
         completion_mask=np.zeros(shape, bool),
         temperature=np.zeros(shape[:2], np.float32),
         sampler_logprobs=np.zeros(shape, np.float32),
-        processed_logprobs=np.zeros(shape, np.float32) if sampling.truncates else None,
+        processed_logprobs=np.zeros(shape, np.float32) if sampling.limits_tokens else None,
         truncated=np.zeros(shape[:2], bool),
         support_ids=np.zeros((*shape, sampling.kept_tokens), np.int32) if sampling.kept_tokens else None,
     )

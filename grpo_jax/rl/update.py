@@ -14,8 +14,8 @@ from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import ONE_DEVICE, Devices, spread_over
 from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.functional.numerics import call_with
-from grpo_jax.models.params import join
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import join
 from grpo_jax.rl.types import SHUFFLING, Hook, Learned, Method, RewardArrays, step_key
 from grpo_jax.step import Array, Batch, Logs, TrainState, logged_rate, train_step
 

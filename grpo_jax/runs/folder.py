@@ -144,11 +144,11 @@ class RunFolder:
                 "numbers are no longer those of an uninterrupted run to the bit",
             )
 
-    def keep_inputs(self, part: str, inputs: Mapping[str, str]) -> None:
+    def keep_inputs(self, owner: str, inputs: Mapping[str, str]) -> None:
         """Records the inputs of a phase, or of a model, in inputs.json.
 
         Args:
-          part: The name of a phase, or a role such as "model" or "teacher".
+          owner: The name of a phase, or a role such as "model" or "teacher".
           inputs: Description of an input -> its digest.
 
         Raises:
@@ -158,9 +158,9 @@ class RunFolder:
         if not self.writes:
             return
         known = read_inputs(self.path)
-        before = known.get(part, dict(inputs))
+        before = known.get(owner, dict(inputs))
         check_inputs(self.path, before, inputs)
-        write_json(self.path / INPUTS_FILE, {_MACHINE: machine()} | known | {part: dict(inputs)})
+        write_json(self.path / INPUTS_FILE, {_MACHINE: machine()} | known | {owner: dict(inputs)})
 
     # ---- lines
 
@@ -188,13 +188,13 @@ class RunFolder:
         peak_flops: float | None = None,
         numbers: Mapping[str, float] | None = None,
     ) -> Mapping[str, float | None]:
-        """Writes a line of times.jsonl: the seconds of each part since the last line, and its throughput.
+        """Writes a line of times.jsonl: the seconds of each kind of work since the last line, and its throughput.
 
         Args:
           phase: The name of the phase.
           step: The step that was reached.
           tokens: Part -> the number of tokens that it processed.
-          update_flops: The floating-point operations of the part "update"; 0: unknown.
+          update_flops: The floating-point operations of the work "update"; 0: unknown.
           peak_flops: The peak FLOP/s of the devices, if known. `mfu` is the fraction of it that was achieved.
           numbers: Further numbers to log.
 
@@ -203,9 +203,9 @@ class RunFolder:
         """
         seconds, before, self._logged = dict(self._seconds), self._logged, time.perf_counter()
         line = {"s": round(self._logged - self._started, 3), "step_s": round(self._logged - before, 4)}
-        line |= {f"{part}_s": round(spent, 4) for part, spent in seconds.items()}
-        for part, count in (tokens or {}).items():
-            line |= {f"{part}_tokens": count, f"{part}_tokens_per_s": round(count / seconds[part], 1)}
+        line |= {f"{work}_s": round(spent, 4) for work, spent in seconds.items()}
+        for work, count in (tokens or {}).items():
+            line |= {f"{work}_tokens": count, f"{work}_tokens_per_s": round(count / seconds[work], 1)}
         if update_flops:
             done = update_flops / seconds["update"]
             line["update_tflops"] = float(f"{done / 1e12:.4g}")
@@ -343,12 +343,12 @@ class RunFolder:
         return None
 
     @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Adds the seconds spent in the block to the time of `part`."""
+    def timed(self, work: str) -> Iterator[None]:
+        """Adds the seconds spent in the block to the time of `work`."""
         start = time.perf_counter()
-        with jax.profiler.TraceAnnotation(part):
+        with jax.profiler.TraceAnnotation(work):
             yield
-        self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
+        self._seconds[work] = self._seconds.get(work, 0.0) + time.perf_counter() - start
 
     def progress(self, phase: str, total: int, completed: int = 0) -> AbstractContextManager[Show]:
         """Shows a progress bar, or prints lines without a terminal. Yields a function of the step and a few words."""
@@ -398,7 +398,7 @@ FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 _ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64, "constant": [], "optimizer": "adamw"}
 _ADDED_OPTIONS |= options_of(CriticConfig())
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"
-_MACHINE = "machine"  # the part of inputs.json that may change, with a warning
+_MACHINE = "machine"  # the entry of inputs.json that may change, with a warning
 _UNBEGUN = ("lock", f"{OPTIONS_FILE}*{TEMPORARY}")  # left by a run that was killed before it had written its options
 
 
@@ -414,7 +414,7 @@ def _rounding_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_inputs(folder: Path) -> dict[str, dict[str, str]]:
-    """Reads inputs.json of a run: part -> description of an input -> its digest."""
+    """Reads inputs.json of a run: owner -> description of an input -> its digest."""
     file = folder / INPUTS_FILE
     return read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
 from grpo_jax.data.rows import batches, check_step_size, column, hash_of_prompt, kind_of, read_prompt
-from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, progress
+from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, show_progress
 from grpo_jax.data.types import (
     Answer,
     Completion,
@@ -27,7 +27,7 @@ from grpo_jax.data.types import (
 )
 from grpo_jax.errors import UsageError, abbreviate, reason_of
 from grpo_jax.models.chat import Chat, make_chat, make_decoder, prompt_writer, render, row_kwargs, with_kwargs
-from grpo_jax.models.geometry import PromptWidths, choose_widths
+from grpo_jax.models.rows.geometry import PromptWidths, choose_widths
 from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import RewardLike, Rewards, to_rewards
 from grpo_jax.sampling.stopping import Stop, make_stop, read_token_bytes
@@ -432,7 +432,7 @@ def _check(
     """
     checked = np.empty((3, len(rows)))
     added: dict[Any, int] = {}  # (variables, roles) -> bytes that the template adds to contents
-    for number, row in enumerate(progress(rows, "checking rows")):
+    for number, row in enumerate(show_progress(rows, "checking rows")):
         where = getattr(row, "where", f"{name} {number}")
         prompt = prompt_of(row, where)
         place, kwargs = hash_of_prompt(prompt, where), row_kwargs(chat, row)

@@ -17,7 +17,7 @@ from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript
 from grpo_jax.data.types import Completion, Example
 from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.models.chat import Chat, Message, end_marks, render, turn_end, without_end, without_reasoning
-from grpo_jax.rewards.worker import import_place, load
+from grpo_jax.rewards.worker import import_place, load_function
 
 Tools = Mapping[str, Callable[..., Any]]  # by name
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)  # arguments that calls can name
@@ -231,7 +231,7 @@ def load_tools(text: str) -> dict[str, Callable[..., Any]]:
     if not place or not all(name.isidentifier() for name in names):
         raise UsageError(f"the tools {text!r} must be path/to/file.py:function,function or package.module:function")
     module = import_place("tool", place, text)  # once, so that tools of one file share its state
-    return {name: load("tool", f"{place}:{name}", module=module) for name in names}
+    return {name: load_function("tool", f"{place}:{name}", module=module) for name in names}
 
 
 def reply_with_loaded(*, tools: str) -> ReplyFn:

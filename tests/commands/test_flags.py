@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from grpo_jax.commands import evaluate, grpo
-from grpo_jax.runs import flags
+from grpo_jax.commands import evaluate, flags, grpo
 
 TYPED = [
     (["--stop", r"\n", r"Q:\t\\nabla"], ("\n", "Q:\t\\nabla")),

@@ -15,11 +15,11 @@ from command_helpers import exit_status, refusal, run
 from tiny import change_json
 
 from grpo_jax import commands, hosts
-from grpo_jax.commands import evaluate, model_and_task, sample, sft
+from grpo_jax.commands import evaluate, export as exporting, flags, model_and_task, sample, sft
 from grpo_jax.errors import Interruption, UsageError, lacking
-from grpo_jax.models import huggingface, weights
+from grpo_jax.models import huggingface
+from grpo_jax.models.files import weights
 from grpo_jax.models.huggingface import load_pretrained
-from grpo_jax.runs import export as exporting, flags
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,14 @@ import pytest
 from command_helpers import refusal
 from tiny import STORIES, needs_data, refused, write_rows
 
-from grpo_jax import commands, prepare
-from grpo_jax.commands import evaluate, grpo
+from grpo_jax import commands
+from grpo_jax.commands import evaluate, flags, grpo
 from grpo_jax.data.types import Component
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rewards.reward import to_rewards
-from grpo_jax.runs import flags
+from grpo_jax.training import prepare
 
 TRAIN = "train --run-dir run --no-compilation-cache --model model"
 GRPO = f"{TRAIN} --task rows.jsonl --num-prompts 4 --max-tokens 8"

@@ -17,7 +17,7 @@ from grpo_jax.engines import http
 from grpo_jax.engines.completions import request_body
 from grpo_jax.engines.servers import Engine, Model, Request
 from grpo_jax.errors import Interruption, UsageError
-from grpo_jax.models.params import Adapted
+from grpo_jax.models.params.tree import Adapted
 
 EOS = 6
 VOCAB_SIZE = 8

@@ -12,25 +12,25 @@ import pytest
 from server import Server
 from tiny import STORIES, digit_prompts, digit_stop, digit_task, needs_data, read_lines, refused, says_three, write_rows
 
-from grpo_jax.commands import evaluate, grpo, ppo
+from grpo_jax.commands import evaluate, flags, grpo, ppo
 from grpo_jax.config import EngineOptions, recipe, with_options
 from grpo_jax.data.episodes import Reply, environment
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.devices import ONE_DEVICE
 from grpo_jax.engines.sampler import make_score, sampler_of, seed_of
 from grpo_jax.errors import Interruption
-from grpo_jax.models import huggingface, peft, weights
+from grpo_jax.models import huggingface
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.files import peft, weights
+from grpo_jax.models.files.weights import load_params
+from grpo_jax.models.params.lora import add_adapters
+from grpo_jax.models.params.quantised import quantise_params
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.weights import load_params
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import EVALUATION, SAMPLING, noise_of
-from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 V, EOS, PAD, P = 8, 6, 7, 3
 SHAPE = ModelConfig(V, 8, 16, 1, 2, 1, 4, initializer_range=0.5)

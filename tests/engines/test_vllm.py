@@ -20,10 +20,9 @@ import pytest
 from server import Dropping
 from tiny import TEMPLATE, read_lines, refused, tiny_config, write_rows, write_tokenizer
 
-from grpo_jax.commands import grpo
+from grpo_jax.commands import flags, grpo
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.runs import flags
 
 ROOT = Path(__file__).parents[2]
 VLLM = Path(os.environ.get("VLLM", ROOT / ".venv-vllm/bin/vllm"))

@@ -17,7 +17,7 @@ import pytest
 from tiny import recorder, whole_prompts
 
 from grpo_jax.config import recipe
-from grpo_jax.models.params import split
+from grpo_jax.models.params.tree import split
 from grpo_jax.models.policy import Policy
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.types import RewardArrays

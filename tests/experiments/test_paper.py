@@ -13,7 +13,7 @@ from experiments import plan
 from experiments.plan import Config
 from grpo_jax.functional.products import Traits
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.families import config_to_huggingface
+from grpo_jax.models.files.families import config_to_huggingface
 from grpo_jax.planning.memory import Plan, Shape, estimate
 
 

@@ -27,16 +27,16 @@ from tiny import (
 from grpo_jax.config import recipe, with_options
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.external import function_policy, nnx_policy
-from grpo_jax.models.geometry import rows_of_packed_groups
 from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.models.lora import add_adapters
-from grpo_jax.models.pieces import choose_piece
+from grpo_jax.models.params.lora import add_adapters
+from grpo_jax.models.params.quantised import quantise_params
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import quantise_params
+from grpo_jax.models.rows.geometry import rows_of_packed_groups
+from grpo_jax.models.rows.pieces import choose_piece
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.step import Batch, score_completion_tokens
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 V = 8
 CONFIG = tiny_config(V)

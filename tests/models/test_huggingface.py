@@ -16,14 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from safetensors.numpy import load_file, save_file
 from tiny import GOLDEN, change_json, load_golden, refused, row_numbers, sampler_of, write_tokenizer
 
-from grpo_jax.models import weights
-from grpo_jax.models.families import config_from_huggingface, text_part
-from grpo_jax.models.heads import add_head
+from grpo_jax.models.decoder.heads import add_head
+from grpo_jax.models.files import weights
+from grpo_jax.models.files.families import config_from_huggingface, text_config
+from grpo_jax.models.files.weights import load_params, read_json, unpack_mxfp4, untie_if_different
 from grpo_jax.models.huggingface import files_of, load_pretrained, model_folder, save_pretrained
+from grpo_jax.models.params.quantised import dequantised
+from grpo_jax.models.params.rounding import round_stochastically
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import dequantised
-from grpo_jax.models.rounding import round_stochastically
-from grpo_jax.models.weights import load_params, read_json, unpack_mxfp4, untie_if_different
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.tasks.task import text_task
 
@@ -157,13 +157,13 @@ def test_a_tied_matrix_that_only_the_head_names(tmp_path):
 def test_the_outer_config_says_whether_matrices_are_tied(outer, inner, tied):
     text = read_json(GOLDEN / "gemma3" / "config.json") | {"tie_word_embeddings": inner}
     whole = {"model_type": "gemma3", "text_config": text} | ({} if outer is None else {"tie_word_embeddings": outer})
-    assert config_from_huggingface(text_part(whole)).tie_word_embeddings == tied
+    assert config_from_huggingface(text_config(whole)).tie_word_embeddings == tied
 
 
 def test_the_outer_config_names_the_dtype():
     """Of files that transformers 4 wrote, such as that of Gemma 3 4B."""
     whole = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": {"model_type": "gemma3_text"}}
-    assert text_part(whole)["torch_dtype"] == "bfloat16"
+    assert text_config(whole)["torch_dtype"] == "bfloat16"
 
 
 def test_saved_models_name_no_code_that_is_missing(folder, tmp_path):
@@ -524,7 +524,7 @@ def test_text_models_load_from_multimodal_files(tmp_path):
     nested = {name.replace("model.", "model.language_model."): x for name, x in tensors.items()}
     nested |= {"model.visual.patch_embed.proj.weight": np.ones((2, 3)), "mtp.fc.weight": np.ones((2, 2))}
     save_file(nested, folder / "model.safetensors")
-    config = config_from_huggingface(text_part(whole | {"text_config": file}))
+    config = config_from_huggingface(text_config(whole | {"text_config": file}))
     params = load_params(folder, config)
     saved = save_pretrained(tmp_path / "saved", params, config, source=folder)
     assert json.loads((saved / "config.json").read_text())["architectures"] == ["Qwen3_5ForCausalLM"]

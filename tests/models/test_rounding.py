@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tiny import load_golden, whole_prompts
 
+from grpo_jax.models.files.weights import load_params
 from grpo_jax.models.huggingface import save_pretrained
+from grpo_jax.models.params.rounding import changed_share, round_stochastically, round_to_nearest
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.rounding import changed_share, round_stochastically, round_to_nearest
-from grpo_jax.models.weights import load_params
 
 
 def tree(x, name="kernel"):

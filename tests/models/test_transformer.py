@@ -12,15 +12,23 @@ import pytest
 from tiny import decoded_states, load_golden, ragged_prompts, random_params, refused, whole_prompts
 
 from grpo_jax.functional.products import assume_traits
-from grpo_jax.models import geometry
-from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
-from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, group_by_prompt, widen
 from grpo_jax.models.config import Activation, ExpertsConfig, ModelConfig, RopeScaling, Rotation
-from grpo_jax.models.geometry import PromptTokens, PromptWidths
-from grpo_jax.models.modules import ACTIVATIONS, RMSNorm, norm
+from grpo_jax.models.decoder.attention import Softmax, attend, attend_past, attend_rows, rotary_angles, rotate
+from grpo_jax.models.decoder.cache import KeyValues, Prefix, cache_keys, group_by_prompt, widen
+from grpo_jax.models.decoder.modules import ACTIVATIONS, RMSNorm, norm
+from grpo_jax.models.decoder.transformer import (
+    Block,
+    by_layer,
+    compute_rows,
+    embed,
+    find_repetition,
+    layer_params,
+    param_shapes,
+)
+from grpo_jax.models.params.sharding import BATCH
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.sharding import BATCH
-from grpo_jax.models.transformer import Block, by_layer, compute_rows, embed, layer_params, param_shapes, repetition
+from grpo_jax.models.rows import geometry
+from grpo_jax.models.rows.geometry import PromptTokens, PromptWidths
 
 LLAMA = ModelConfig(29, 32, 48, 2, 4, 2, 8)
 # Every option at once, more than any architecture has: one program to compile instead of one for each.
@@ -193,7 +201,7 @@ REPETITIONS = [("aaaa", (0, 1)), ("abbb", (1, 1)), ("abab", (0, 2)), ("aabab", (
 
 @pytest.mark.parametrize(("modules", "expected"), REPETITIONS)
 def test_layers_that_repeat_are_one_loop(modules, expected):
-    assert repetition(tuple(modules)) == expected
+    assert find_repetition(tuple(modules)) == expected
 
 
 @pytest.mark.parametrize("config", [ALL, MIXTURE, SPARSE], ids=[*NAMES[1:], "some experts"])
@@ -357,10 +365,10 @@ def group_inputs():
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes], masks
 
 
-CAPPED = Scores(0.8, 1.5)
+CAPPED = Softmax(0.8, 1.5)
 
 
-def attention_at_once(queries, keys, values, mask, scores=Scores()):  # noqa: B008, it is a tuple
+def attention_at_once(queries, keys, values, mask, scores=Softmax()):  # noqa: B008, it is a tuple
     """`attend` with all scores in memory."""
     scale = 1 / np.sqrt(queries.shape[-1]) if scores.scale is None else scores.scale
     logits = scale * jnp.einsum("nkgqse,nkgce->nkgqsc", queries, keys)
@@ -403,7 +411,7 @@ BLOCKWISE_CASES = [
     pytest.param(2300, partial(ragged_mask, window=700), CAPPED, {}, marks=pytest.mark.slow),
     (300, ragged_mask, CAPPED, {}),
     # Keys beyond its reach are left out.
-    (300, lambda size, _: mask_of_prefix(size, 100, 5), Scores(), {"prefix": 5, "reach": 100}),
+    (300, lambda size, _: mask_of_prefix(size, 100, 5), Softmax(), {"prefix": 5, "reach": 100}),
 ]
 
 
@@ -429,7 +437,7 @@ def test_long_attention_needs_a_sixteenth_of_memory():
 
 
 # Features of keys first as on a CPU, and not as on other devices; and a library's attention, for an odd group size.
-CACHED_CASES = [(True, Scores(), None), (False, CAPPED, None), (False, Scores(0.8), "xla")]
+CACHED_CASES = [(True, Softmax(), None), (False, CAPPED, None), (False, Softmax(0.8), "xla")]
 
 
 @pytest.mark.parametrize(("features_first", "scores", "implementation"), CACHED_CASES)
@@ -456,7 +464,7 @@ def test_cached_attention_equals_attention_of_the_group(features_first, scores, 
 
 
 def test_fused_attention_has_the_same_values_and_gradients():
-    scores = Scores(0.8)
+    scores = Softmax(0.8)
     inputs, masks = group_inputs()
     weights = np.random.default_rng(1).normal(size=inputs[0].shape).astype(np.float32)
 

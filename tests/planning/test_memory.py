@@ -15,7 +15,7 @@ from grpo_jax.config import PPO, ModelOptions, recipe, with_options
 from grpo_jax.devices import Mesh, first_devices, jit_on_devices, place
 from grpo_jax.functional.products import CPU, Traits
 from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig
-from grpo_jax.models.params import split
+from grpo_jax.models.params.tree import split
 from grpo_jax.planning import memory
 from grpo_jax.planning.memory import Estimate, Shape, estimate
 from grpo_jax.rl.distillation import output_bytes
@@ -105,7 +105,7 @@ def test_supports_are_part_of_the_plan():
     """In bytes: 4 of each of 20 tokens, in the rollout that is learned from and the two that wait."""
     config = recipe(num_prompts=4, group_size=8, max_tokens=16, top_k=20, support="sampler", staleness=2)
     plain, kept = (
-        memory.shape_of(x, ModelOptions(), 8, parts=1) for x in (with_options(config, support="vocabulary"), config)
+        memory.shape_of(x, ModelOptions(), 8, shards=1) for x in (with_options(config, support="vocabulary"), config)
     )
     one, other = (estimate(SMALL, shape) for shape in (plain, kept))
     assert other.held - one.held == other.peak - one.peak == 3 * 4 * 20 * 4 * 8 * 16
@@ -236,7 +236,7 @@ def test_mesh_update_estimates_are_rarely_too_low(tensor):
 
 
 def test_meshes_divide_parameters_but_not_norms():
-    """By 4 · 2: exactly what `models.sharding` cuts; norms, which it does not cut, stay whole."""
+    """By 4 · 2: exactly what `models.params.sharding` cuts; norms, which it does not cut, stay whole."""
     model = replace(TINY, num_key_value_heads=4)
     one, cut = (estimate(model, Shape(fsdp=fsdp, tensor=tensor)) for fsdp, tensor in ((1, 1), (4, 2)))
     norms = 4 * (2 * 4 + 1) * 128

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from tiny import refused
 
 from experiments.benchmarks.shapes import MID
-from grpo_jax import prepare
 from grpo_jax.config import PPO, GRPOConfig, ModelOptions, recipe
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.options import from_json
 from grpo_jax.planning.memory import Shape, choose, estimate, shape_of
-from grpo_jax.prepare import RunOptions, apply_memory_plan
+from grpo_jax.training import prepare
+from grpo_jax.training.prepare import RunOptions, apply_memory_plan
 
 # Four prompts of 1,040 tokens; on an accelerator pieces of 16,384 tokens, so that all are one.
 SHAPE = Shape(4, 8, 16, 128, piece_tokens=0)
@@ -75,12 +75,12 @@ def test_fewer_tokens_are_the_first_way_out():
 
 def test_run_shape_follows_the_options():
     run = recipe("grpo", num_prompts=8, minibatches=2, divergence="full", ref_sync_steps=5, fsdp=2)
-    shape = shape_of(run, ModelOptions(lora_rank=4, param_dtype="bfloat16"), 7, parts=4)
+    shape = shape_of(run, ModelOptions(lora_rank=4, param_dtype="bfloat16"), 7, shards=4)
     assert (shape.num_prompts, shape.minibatches, shape.prompt_tokens, shape.fsdp) == (2, 2, 7, 2)
     assert (shape.copies, shape.lora_rank, shape.critic) == (2, 4, "none")
-    alone = shape_of(recipe(), ModelOptions(), 7, parts=1)
+    alone = shape_of(recipe(), ModelOptions(), 7, shards=1)
     assert alone.process_bytes == 4 * shape.process_bytes > 0  # devices of a CPU share the process
-    ppo = shape_of(PPO, ModelOptions(), 7, parts=1)
+    ppo = shape_of(PPO, ModelOptions(), 7, shards=1)
     assert (ppo.critic, ppo.group_size) == ("own", 1)
 
 

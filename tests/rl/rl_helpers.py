@@ -14,8 +14,8 @@ from tiny import recorder
 from grpo_jax.config import recipe
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.devices import devices_of, place, to_devices, to_numpy
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.params import split
+from grpo_jax.models.params.tree import split
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.offline import phase
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
 from grpo_jax.rl import update

@@ -28,21 +28,21 @@ from grpo_jax.devices import (
     jit_on_devices,
     load_shardings,
     map_rows,
-    parts,
+    num_shards,
     place,
     shardings,
     size,
     to_devices,
 )
 from grpo_jax.functional import dpo_loss
-from grpo_jax.models import pieces
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.heads import Headed, add_head
-from grpo_jax.models.lora import add_adapters
-from grpo_jax.models.params import join
+from grpo_jax.models.decoder.heads import Headed, add_head
+from grpo_jax.models.files.weights import load_params
+from grpo_jax.models.params.lora import add_adapters
+from grpo_jax.models.params.quantised import quantise_params
+from grpo_jax.models.params.tree import join
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.weights import load_params
+from grpo_jax.models.rows import pieces
 from grpo_jax.offline import pairs as offline_pairs
 from grpo_jax.offline.distillation import Target, divergence_objective, mean_divergence
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig
@@ -56,7 +56,7 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 N, G, P, T = 16, 5, 3, 5
 EOS, PAD = 0, 1
@@ -172,7 +172,7 @@ def gradients(name: str, devices: Devices) -> Any:
     """Of each optimizer step, and the metrics."""
     case = case_of(name)
     if name == "packed":
-        local, tokens = N // parts(devices), case.config.sampling.max_tokens
+        local, tokens = N // num_shards(devices), case.config.sampling.max_tokens
         piece_tokens = case.config.optimizer.piece_tokens
         assert pieces.choose_piece(local, P, G, tokens, microbatches=0, piece_tokens=piece_tokens).is_packed
     programs, start, _ = prepared(case, devices)

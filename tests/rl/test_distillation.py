@@ -18,15 +18,15 @@ from grpo_jax.config import PPO, DistillationConfig, Divergence, ModelOptions, r
 from grpo_jax.data.packing import pack, packed_pieces
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.types import pad_completions
-from grpo_jax.models.heads import Headed
+from grpo_jax.models.decoder.heads import Headed
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.offline.distillation import Target, distillation_loss, mean_divergence
-from grpo_jax.prepare import load_frozen
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method, make_programs
 from grpo_jax.rl.types import RewardArrays
 from grpo_jax.step import Batch, score_completion_tokens, states_of
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
+from grpo_jax.training.prepare import load_frozen
 
 WIDTH = 9
 CONFIG = with_options(RUN, kl_coef=0.0, distillation="reverse_kl", reward_coef=0.0)

@@ -10,7 +10,7 @@ from grpo_jax.config import with_options
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.types import Rollout
 from grpo_jax.tasks.curriculum import Drawn
-from grpo_jax.training import train_with_control
+from grpo_jax.training.phases import train_with_control
 
 
 def drawn(window, step, bound):

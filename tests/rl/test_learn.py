@@ -14,8 +14,8 @@ from tiny import recorder, slow_unless
 from grpo_jax import functional as F
 from grpo_jax.config import PPO, recipe, with_options
 from grpo_jax.devices import place, to_numpy
-from grpo_jax.models import heads
-from grpo_jax.models.heads import Headed
+from grpo_jax.models.decoder import heads
+from grpo_jax.models.decoder.heads import Headed
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method, make_method_programs
 from grpo_jax.rl.scorers import needs_old_logprobs

@@ -17,7 +17,7 @@ from grpo_jax import functional as F
 from grpo_jax.config import PPO, load_optimizer, recipe, validate, with_options
 from grpo_jax.devices import Mesh, devices_of, first_devices, place, to_devices, to_numpy
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.params import split
+from grpo_jax.models.params.tree import split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy

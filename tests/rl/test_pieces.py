@@ -15,9 +15,10 @@ from grpo_jax.config import PPO, recipe, with_options
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.functional.products import CPU, assume_traits
-from grpo_jax.models import heads, pieces as cut
-from grpo_jax.models.geometry import PromptTokens, PromptWidths, choose_widths, useful_widths
+from grpo_jax.models.decoder import heads
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.rows import pieces as cut
+from grpo_jax.models.rows.geometry import PromptTokens, PromptWidths, choose_widths, useful_widths
 from grpo_jax.rl import ppo
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method, make_method_programs

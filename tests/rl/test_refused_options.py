@@ -17,10 +17,10 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.pairs import pair_batches
 from grpo_jax.offline.phase import SupervisedConfig, check_rows, make_fit_programs
 from grpo_jax.offline.sft import sft_objective
-from grpo_jax.prepare import check_vocabulary
 from grpo_jax.rl import guards
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_programs
+from grpo_jax.training.prepare import check_vocabulary
 
 TAUGHT = with_options(RUN, kl_coef=0.0, distillation="reverse_kl", reward_coef=0.0)
 EPISODES = with_options(RUN, max_turns=3, environment_tokens=6)

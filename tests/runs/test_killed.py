@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 from command_runs import DPO, EPISODES, GRPO, KTO, MESH, MUON, ONLINE, OWN, PMAP, PPO, REWARD_MODEL, SFT, write_inputs
 
-from grpo_jax.commands import train
-from grpo_jax.runs import flags
+from grpo_jax.commands import flags, train
 
 FIT = "--steps 5 --checkpoint-every 1"
 LONG = f"{FIT} --learning-rate 1e-2 --adam-epsilon 1e-8"

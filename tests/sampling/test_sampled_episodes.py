@@ -10,8 +10,8 @@ import pytest
 from tiny import row_numbers, sampler_of
 
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.source import to_batch
 from grpo_jax.sampling.episodes import begin_episodes, continue_episodes
 from grpo_jax.step import score_completion_tokens, states_of
