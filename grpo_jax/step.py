@@ -153,9 +153,12 @@ def train_step(
     return state._replace(params=params, opt_state=opt_state, skipped=skipped), metrics
 
 
+Sums = tuple[Params, jax.Array, Metrics]  # gradients, loss and metrics, which add up over pieces and devices
+
+
 def accumulate_grads(
     loss_fn: LossFn, pieces_of: Callable[[Any], Pieces], inputs: tuple[Any, Params], batch: Any
-) -> tuple[tuple[Params, jax.Array, Metrics], Mapping[str, jax.Array]]:
+) -> tuple[Sums, Mapping[str, jax.Array]]:
     """Σ over pieces of ∇ loss_fn, with one piece in memory at a time.
 
     Args:
@@ -178,7 +181,8 @@ def accumulate_grads(
 
     sums, maxima = jax.eval_shape(lambda: _sums_and_maxima(grad_fn(inputs[1], take(batch, pieces[0], 0))))
     grads, loss, means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
-    total: Any = (laid_out(grads), loss, means), jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), maxima)
+    lowest: Mapping[str, jax.Array] = jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), maxima)
+    total: tuple[Sums, Mapping[str, jax.Array]] = (laid_out(grads), loss, means), lowest
     for microbatches in pieces:
         num_used = microbatches.num_used
         if microbatches is pieces[-1]:
@@ -188,7 +192,7 @@ def accumulate_grads(
     return total
 
 
-def _sums_and_maxima(result: Any) -> tuple[tuple[Params, jax.Array, Metrics], Mapping[str, jax.Array]]:
+def _sums_and_maxima(result: Any) -> tuple[Sums, Mapping[str, jax.Array]]:
     """Sorts the result of `jax.value_and_grad` by how pieces are combined."""
     (loss, logs), grads = result
     return (laid_out(grads), loss, logs.means), logs.maxima
@@ -317,7 +321,8 @@ def logged_rate(options: AdamWConfig, schedule: optax.Schedule, state: TrainStat
 
 def steps_taken(state: TrainState) -> jax.Array:
     """Returns the number of optimizer steps that changed the parameters, without skipped steps."""
-    return optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
+    count: jax.Array = optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
+    return count
 
 
 # ---- scores of tokens: forward passes of models over completions
@@ -359,7 +364,9 @@ def _token_logprobs(
     tensor axis."""
     unembedding, softcap = policy.unembedding and policy.unembedding(params), policy.softcap
 
-    def scored(hidden, ids, temperature, support_ids):
+    def scored(
+        hidden: jax.Array, ids: jax.Array, temperature: jax.Array, support_ids: jax.Array | None
+    ) -> F.TokenLogprobs:
         if support_ids is None:
             return F.token_logprobs(hidden, unembedding, ids, temperature=temperature, softcap=softcap)
         return F.support_logprobs(hidden, unembedding, ids, support_ids, temperature=temperature, softcap=softcap)
@@ -369,7 +376,7 @@ def _token_logprobs(
     arrays = hidden, ids, jnp.broadcast_to(temperature, ids.shape), support_ids
     rows = spread(jax.tree.map(lambda x: x.reshape(ids.size, *x.shape[ids.ndim :]), arrays), AXES)
     scores = spread(scored(*rows), AXES)
-    return spread(jax.tree.map(lambda x: x.reshape(ids.shape), scores), BATCH)
+    return spread(F.TokenLogprobs(*(x.reshape(ids.shape) for x in scores)), BATCH)
 
 
 # ---- compared with another model

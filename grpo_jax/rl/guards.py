@@ -284,11 +284,14 @@ def has_spread(graded: Graded | None, metric: str = "", *, by_part: bool = False
     highest = np.where(applicable, values, -np.inf).max(-1)
     lowest = np.where(applicable, values, np.inf).min(-1)
     # Groups without any reward have no gradient either, and no step can use NaN or infinity.
-    is_usable = np.isfinite(highest) & np.isfinite(lowest)
+    is_usable: np.ndarray = np.isfinite(highest) & np.isfinite(lowest)
     if by_part and not metric:
         groups = zip(graded.rewards, graded.parts, applicable, strict=True)
-        return is_usable & np.array([_parts_differ(rewards[where], parts[where]) for rewards, parts, where in groups])
-    return is_usable & (highest > lowest)
+        differs = np.array([_parts_differ(rewards[where], parts[where]) for rewards, parts, where in groups])
+    else:
+        differs = highest > lowest
+    usable: np.ndarray = is_usable & differs
+    return usable
 
 
 def _parts_differ(rewards: np.ndarray, parts: np.ndarray) -> bool:

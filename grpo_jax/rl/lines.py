@@ -64,7 +64,8 @@ def read_line(
     def skipped_arrays() -> dict[str, Any]:
         # Leave out the outputs of a teacher: they may be large, and can be computed again.
         arrays = {name: x for name, x in batch._asdict().items() if isinstance(x, jax.Array | PromptTokens)}
-        return to_numpy(arrays | {"advantages": learned.advantages, "prompts": learned.order[first_skipped]})
+        arrays |= {"advantages": learned.advantages, "prompts": learned.order[first_skipped]}
+        return {name: to_numpy(x) for name, x in arrays.items()}
 
     name, most = f"{phase}_{step:06d}_{first_skipped + 1}", min(config.optimizer.max_skipped, config.num_updates)
     reward, warnings = rollout.metrics["reward"], dict(rollout.warnings)

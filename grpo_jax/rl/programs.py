@@ -25,9 +25,9 @@ from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.source import Sampler, empty_batch, make_sampler
-from grpo_jax.rl.types import REWARD_AXES, Learned, Method
+from grpo_jax.rl.types import REWARD_AXES, Learned, Method, RewardArrays
 from grpo_jax.rl.update import models_of, with_fixed_reference
-from grpo_jax.step import Batch, TrainState, init_state
+from grpo_jax.step import Array, Batch, TrainState, init_state
 from grpo_jax.tasks.task import Task
 
 # Options that only the host reads: changing them needs no other programs. The sampler determines the devices.
@@ -129,21 +129,23 @@ def make_method_programs(
     sampler = sampler or make_sampler(policy, task, config.sampling, devices=sampling_devices(config))
     devices = devices_of(config)
 
-    def score(trained, extras, frozen, batch):
+    def score(trained: Params, extras: Mapping[str, Any], frozen: Any, batch: Batch) -> dict[str, Any]:
         return score_rollout(method, config, models_of(trained, frozen, extras), batch, devices=devices)
 
     score_program: Any = jit_on_devices(score, 0, devices=devices) if method.scorers else None
 
-    def score_batch(trained, extras, frozen, batch):
+    def score_batch(trained: Params, extras: Mapping[str, Any], frozen: Any, batch: Batch) -> Batch:
         fields = score_program(trained, extras, frozen, batch) if score_program else {}
         if takes_sampler_logprobs(config):
             fields["old_logprobs"] = batch.sampler_logprobs
         return batch._replace(**fields)
 
-    def learn(state, frozen, batch, rewards, seed_and_step):
+    def learn(
+        state: TrainState, frozen: Any, batch: Batch, rewards: RewardArrays, seed_and_step: Array
+    ) -> tuple[TrainState, Learned]:
         return update.learn(method, config, state, frozen, batch, rewards, tuple(seed_and_step), devices=devices)
 
-    def initial_state(trained):
+    def initial_state(trained: Params) -> TrainState:
         state = init_state(jax.tree.map(jnp.copy, trained), method.optimizer)
         return state._replace(extras=method.initial_extras(trained))
 
