@@ -151,6 +151,8 @@ class Config:
     """Pairs of such a step."""
     reward_model_learning_rate: Positive = 3e-4
     """Peak learning rate of either reward model."""
+    microbatches: Size = 1
+    """Pieces that a step of SFT or of either reward model is computed in."""
     critic_start: Literal["reward_model", "policy"] = "reward_model"
     """Start of a separate critic: the reward model, as in InstructGPT (2203.02155), or the SFT policy."""
 
@@ -225,7 +227,7 @@ def check(config: Config) -> None:
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
     for name in ("sft_rows", "num_pairs"):
-        if getattr(config, name) % (config.ppo.optimizer.microbatches or 1):
+        if getattr(config, name) % config.microbatches:
             raise UsageError(f"{name} ({getattr(config, name)}) must be a multiple of microbatches")
 
 
@@ -305,7 +307,7 @@ def with_critic(sft: Params, learned: RewardModel, model: Pretrained, config: Co
 
 def supervised(config: Config, steps: int, learning_rate: float, **options: Any) -> SupervisedConfig:
     """Returns the options of a supervised phase, on the devices of the run."""
-    options |= {"microbatches": config.ppo.optimizer.microbatches or 1, "devices": config.ppo.devices}
+    options |= {"microbatches": config.microbatches, "devices": config.ppo.devices}
     return SupervisedConfig(steps, learning_rate, warmup_steps=WARMUP_STEPS, decay="linear", **options)
 
 

@@ -116,7 +116,7 @@ class Config:
     """Dtype of activations and matrix products."""
     remat: PlannedRemat = "auto"
     """The same option as in a run."""
-    microbatches: Count = 0
+    piece_tokens: Count = 0
     """The same option as in a run."""
     lora_rank: Count = 0
     """The same option as in a run; the frozen parameters are then bfloat16."""
@@ -192,10 +192,6 @@ def check(config: Config) -> None:
     tokens = config.prompts_per_device * config.group_size * (config.prompt_tokens + config.max_tokens)
     if tokens >= 2**31:
         raise UsageError(f"a device would have {tokens} tokens of a rollout: set prompts, group_size or tokens lower")
-    if config.microbatches and config.prompts_per_device % config.microbatches:
-        raise UsageError(
-            f"microbatches is {config.microbatches}: it must divide the {config.prompts_per_device} prompts of a device"
-        )
     if config.quantize != "none" and not config.lora_rank:
         raise UsageError(f"quantize {config.quantize} is of LoRA's frozen parameters: set lora_rank above 0")
     data_of(config)
@@ -235,8 +231,7 @@ def shape_of(config: Config) -> Shape:
         group_size=config.group_size,
         prompt_tokens=config.prompt_tokens,
         max_tokens=config.max_tokens,
-        microbatches=config.microbatches,
-        piece_tokens=0,
+        piece_tokens=config.piece_tokens,
         lora_rank=config.lora_rank,
         param_dtype="bfloat16" if config.lora_rank else "float32",
         quantize=config.quantize,
@@ -382,7 +377,6 @@ def run_of_plan(config: Config, plan: Plan, data: int) -> GRPOConfig:
         "num_prompts": config.prompts_per_device * data * plan.shape.fsdp,
         "group_size": config.group_size,
         "max_tokens": config.max_tokens,
-        "microbatches": config.microbatches,
         "piece_tokens": plan.shape.piece_tokens,
         "devices": config.devices,
         "fsdp": plan.shape.fsdp,

@@ -50,7 +50,6 @@ class Config:
         kl_coef=0.1,
         learning_rate=4e-4,
         decay="linear",
-        microbatches=4,
         eval_every=10,
         checkpoint_every=10,
     )

@@ -49,6 +49,7 @@ AdvantagesOf = Literal["sum", "components", "turns", "spans"]
 BY_PART = ("turns", "spans")  # values that compare parts of completions
 BY_TOKEN = ("token", "icepop", "glm5")  # corrections that weigh each token
 Correction = Literal["none", "token", "sequence", "sequence_mask", "icepop", "glm5", "geometric"]
+WHOLE = 2**31 - 1  # the `piece_tokens` of one piece for all tokens
 BEST_CORRECTION: Correction = "token"  # as docs/results/corrections.md chooses it
 Distillation = Literal["none", "reverse_kl", "forward_kl", "jsd", "k1"]
 Critic = Literal["none", "own", "shared"]
@@ -327,6 +328,13 @@ class LossConfig:
     divergence: Literal["preset", "full", "reverse"] = "preset"
     """KL in the loss: the preset's, of sampled tokens, or of the whole vocabulary, KL(π ‖ π_ref) (full) or KL(π_ref ‖
     π) (reverse)."""
+    kl_target: Positive | None = None
+    """KL of a completion, in nats, that kl_coef is adapted to reach (6 in 1909.08593), by at most a fifth in 10,000
+    completions. Needs kl_in_reward. None: kl_coef is constant."""
+    ref_sync_steps: Count = 0
+    """Steps after which the reference moves to the policy, as in the iterations of GRPO's paper. 0: it never moves."""
+    ref_mixup_alpha: Share = 1.0
+    """How far the reference moves: 1 sets it to the policy, less makes a moving average (0.6 in TR-DPO, 2404.09656)."""
     advantages_of: AdvantagesOf = "sum"
     """Comparison in a group: the sum of the rewards, each of its components (GDPO, 2601.05242), the rewards from each
     turn on, or spans of completions."""
@@ -459,21 +467,6 @@ class CriticConfig:
 
 
 @dataclass(frozen=True)
-class ReferenceConfig:
-    """How the KL's reference moves, and how the weight of the KL is controlled."""
-
-    ref_sync_steps: Count = 0
-    """Steps after which the reference moves to the policy, as in the iterations of GRPO's paper. 0: it never moves."""
-    ref_mixup_alpha: Share = 1.0
-    """How far the reference moves: 1 sets it to the policy, less makes a moving average (0.6 in TR-DPO, 2404.09656)."""
-    kl_target: Positive | None = None
-    """KL of a completion, in nats, that kl_coef is adapted to reach (6 in 1909.08593). Needs kl_in_reward. None:
-    kl_coef is constant."""
-    kl_horizon: Size = 10_000
-    """Number of completions over which an adapted kl_coef changes by at most a fifth; as in TRL and verl."""
-
-
-@dataclass(frozen=True)
 class OptimizerConfig(AdamWConfig):
     """How the parameters are updated."""
 
@@ -484,12 +477,9 @@ class OptimizerConfig(AdamWConfig):
     """Passes over each rollout (mu)."""
     minibatches: Size = 1
     """Optimizer steps of a pass; prompts are shuffled among them."""
-    microbatches: Count = 0
-    """Pieces that a minibatch is computed in, to save memory; results differ only by rounding. 0: pieces of
-    `piece_tokens`, without needless padding."""
     piece_tokens: Count = 0
-    """Largest number of tokens of a piece on each device, including padding. 0: 768 on a CPU, 16,384 elsewhere, or
-    what memory allows."""
+    """Largest number of tokens of a piece on each device, including padding. Results differ only by rounding. 0: 768 on
+    a CPU, 16,384 elsewhere, or what memory allows."""
     max_skipped: Size = 5
     """Number of steps in a row without finite gradients that ends the run. Each is skipped, and its batch is saved."""
 
@@ -521,7 +511,6 @@ class GRPOConfig(PhaseConfig):
     loss: LossConfig = LossConfig()
     distillation: DistillationConfig = DistillationConfig()
     critic: CriticConfig = CriticConfig()
-    reference: ReferenceConfig = ReferenceConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     logging: LoggingConfig = LoggingConfig()
 
@@ -529,6 +518,11 @@ class GRPOConfig(PhaseConfig):
     def num_updates(self) -> int:
         """Optimizer steps of the run."""
         return self.steps * self.optimizer.epochs * self.optimizer.minibatches
+
+    @property
+    def piece_tokens(self) -> int:
+        """The largest number of tokens of a piece; 0: the backend decides."""
+        return WHOLE if self.loss.objective.whole_batch else self.optimizer.piece_tokens
 
     @property
     def needs_rewards(self) -> bool:
@@ -651,7 +645,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "companion_post": {"temperature": 0.7, "temperature_spread": 0.3},
     "introduction_post": {"group_size": 12},
     "introduction_post_rank": {"group_size": 12},
-    "kl_cov": {"microbatches": 1},
 }
 
 
@@ -668,21 +661,15 @@ def _preset_numbers(preset: str) -> dict[str, Any]:
 PPO = recipe("lite_ppo", group_size=1, kl_coef=0.02, kl_in_reward=True, critic="own")
 
 
-class Rate(NamedTuple):
-    """Learning rates that trained models with rewards, up to a size. docs/hyperparameters.md has their sources."""
-
-    most_params: float
-    full: float
-    lora: float | None  # None: not tried
-
-
-RATES = (
-    Rate(1e6, 4e-4, 3e-3),
-    Rate(3e7, 1e-4, None),
-    Rate(2e8, 4e-6, 1e-4),
-    Rate(4e8, 1e-6, 1e-4),
-    Rate(float("inf"), 1e-6, 1e-5),
-)
+# The most parameters of a model -> learning rates at which rewards trained such models: of all parameters, and of LoRA
+# (None: not tried). docs/hyperparameters.md has their sources.
+RATES: dict[float, tuple[float, float | None]] = {
+    1e6: (4e-4, 3e-3),
+    3e7: (1e-4, None),
+    2e8: (4e-6, 1e-4),
+    4e8: (1e-6, 1e-4),
+    float("inf"): (1e-6, 1e-5),
+}
 
 
 # ---- checks that options work together: each yields a sentence for a conflict, and the first one is raised
@@ -752,7 +739,6 @@ NEEDS: Mapping[str, tuple[str, Any]] = {
     **dict.fromkeys(options_of(CriticConfig()).keys() - {"critic"}, ("critic", "none")),
     "curriculum_bound": ("curriculum", 0),
     "support_size": ("support", "vocabulary"),
-    "kl_horizon": ("kl_target", None),
 }
 
 
@@ -845,16 +831,13 @@ def _steps(config: GRPOConfig, num_devices: int) -> Iterator[str]:
     if staleness and staleness >= steps:
         yield f"staleness is {staleness}, and steps is {steps}, so the start would sample all: set it below steps"
     options, num_prompts = config.optimizer, config.sampling.num_prompts
-    pieces = options.minibatches * (options.microbatches or 1) * num_devices
-    if num_prompts % pieces:
-        product = f"minibatches x microbatches x devices / tensor, {pieces}"
-        yield f"num_prompts is {num_prompts}: it must be a multiple of {product}"
-    if options.piece_tokens and options.microbatches:
-        yield f"piece_tokens is {options.piece_tokens}, but microbatches sets the pieces: leave one of them out"
-    if config.loss.objective.whole_batch and (options.microbatches != 1 or num_devices > 1):
+    parts = options.minibatches * num_devices
+    if num_prompts % parts:
+        yield f"num_prompts is {num_prompts}: it must be a multiple of minibatches x devices / tensor, {parts}"
+    if config.loss.objective.whole_batch and (options.piece_tokens not in (0, WHOLE) or num_devices > 1):
         yield (
-            f"preset {config.loss.preset} chooses among all tokens of an optimizer step: set microbatches and devices "
-            "to 1"
+            f"preset {config.loss.preset} chooses among all tokens of an optimizer step: leave piece_tokens out, and "
+            "set devices to 1"
         )
     if not config.loss.objective.has_ratio and options.epochs * options.minibatches > 1:
         yield f"preset {config.loss.preset} has no ratio, so it can use a rollout once: set epochs and minibatches to 1"
@@ -885,7 +868,7 @@ def _sampling(config: GRPOConfig, *, compares_groups: bool) -> Iterator[str]:
 
 
 def _kl(config: GRPOConfig) -> Iterator[str]:
-    loss, options = config.loss, config.reference
+    loss = config.loss
     in_loss = loss.kl_coef > 0 and not loss.kl_in_reward
     in_reward = loss.kl_coef > 0 and loss.kl_in_reward
     if loss.divergence != "preset" and not in_loss:
@@ -901,16 +884,16 @@ def _kl(config: GRPOConfig) -> Iterator[str]:
             "set kl_coef to 0, or kl_in_reward to False"
         )
     completions = config.sampling.num_prompts * config.sampling.group_size
-    if options.kl_target is not None and not in_reward:
-        yield f"kl_target is {options.kl_target}: it steers a KL in the reward: set kl_in_reward, and kl_coef above 0"
-    if options.kl_target is not None and options.kl_horizon < completions:
-        yield f"kl_horizon is {options.kl_horizon}: it must be at least the completions of a step ({completions})"
-    if options.ref_sync_steps > 0 and loss.kl_coef == 0:
-        yield f"ref_sync_steps is {options.ref_sync_steps}, but there is no reference: set kl_coef above 0"
-    if options.ref_sync_steps >= config.steps:
-        yield f"ref_sync_steps is {options.ref_sync_steps}: it must be below steps ({config.steps})"
-    if options.ref_mixup_alpha != 1 and options.ref_sync_steps == 0:
-        yield f"ref_mixup_alpha is {options.ref_mixup_alpha}, but the reference never moves: set ref_sync_steps above 0"
+    if loss.kl_target is not None and not in_reward:
+        yield f"kl_target is {loss.kl_target}: it steers a KL in the reward: set kl_in_reward, and kl_coef above 0"
+    if loss.kl_target is not None and completions > 10_000:
+        yield f"kl_target adapts kl_coef over 10,000 completions, and a step has {completions}: lower num_prompts"
+    if loss.ref_sync_steps > 0 and loss.kl_coef == 0:
+        yield f"ref_sync_steps is {loss.ref_sync_steps}, but there is no reference: set kl_coef above 0"
+    if loss.ref_sync_steps >= config.steps:
+        yield f"ref_sync_steps is {loss.ref_sync_steps}: it must be below steps ({config.steps})"
+    if loss.ref_mixup_alpha != 1 and loss.ref_sync_steps == 0:
+        yield f"ref_mixup_alpha is {loss.ref_mixup_alpha}, but the reference never moves: set ref_sync_steps above 0"
 
 
 def _advantages(config: GRPOConfig) -> Iterator[str]:

@@ -144,7 +144,7 @@ def test_names_of_options_are_unique(config):
 
 def test_options_are_replaced_in_whichever_group_they_are():
     config = configs.with_options(configs.PPO, steps=3, top_k=5, kl_target=6.0, epochs=2, eval_every=1, critic="shared")
-    assert (config.steps, config.sampling.top_k, config.reference.kl_target) == (3, 5, 6.0)
+    assert (config.steps, config.sampling.top_k, config.loss.kl_target) == (3, 5, 6.0)
     assert (config.optimizer.epochs, config.logging.eval_every) == (2, 1)
     assert config.critic == configs.CriticConfig(critic="shared")
     assert (
@@ -199,7 +199,7 @@ def test_names_of_trl_are_options_or_listed():
     table = grpo_options.COUNTERPARTS.keys() | grpo_options.DIFFERENCES.keys()
     for name in {*OF_TRL.split()} - known - table:  # a name that is nearly the same
         assert grpo_options.suggestion(name, known).startswith("is it "), name
-    assert table & known == {"beta"}  # of dpo and kto
+    assert table & known == {"beta", "microbatches"}  # of dpo and kto, and of all methods on data
     assert {name for names in grpo_options.COUNTERPARTS.values() for name in names.split()} <= known
     for name in table:
         for options in methods.values():
@@ -214,10 +214,8 @@ def test_the_page_has_the_rates_of_warnings():
     (table,) = re.findall(r"## Learning rate by size\n(.*?)\n## ", page, re.DOTALL)
     cells = re.findall(r"^\| (up to .*? million|more) \| (\S+).*? \| (.*?) \|", table, re.MULTILINE)
     numbers = [(words, float(full), None if lora == "not tried" else float(lora)) for words, full, lora in cells]
-    sizes = [
-        "more" if math.isinf(row.most_params) else f"up to {row.most_params / 1e6:.0f} million" for row in configs.RATES
-    ]
-    assert numbers == [(size, row.full, row.lora) for size, row in zip(sizes, configs.RATES, strict=True)]
+    sizes = ["more" if math.isinf(most) else f"up to {most / 1e6:.0f} million" for most in configs.RATES]
+    assert numbers == [(size, *rates) for size, rates in zip(sizes, configs.RATES.values(), strict=True)]
 
 
 def test_methods_share_defaults_unless_explained():

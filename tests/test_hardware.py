@@ -26,7 +26,8 @@ from grpo_jax.step import init_state
 
 MODEL = ModelConfig(32, 16, 24, 2, 2, 1, 8, dtype="bfloat16", remat="layer")
 N, G, P, T = 4, 2, 5, 6
-SIZES = {"num_prompts": N, "group_size": G, "max_tokens": T, "minibatches": 2, "microbatches": 2}
+SIZES = {"num_prompts": N, "group_size": G, "max_tokens": T, "minibatches": 2}
+SIZES |= {"piece_tokens": P + G * T - 1}  # a prompt in each piece
 LIMITS = {"top_k": 10, "top_p": 0.9, "min_p": 0.01}
 CONFIG = recipe(**SIZES, **LIMITS, warmup_steps=2, weight_decay=0.1)
 POLICY, TASK = decoder_policy(MODEL), task_of_tokens((3, 4), 0, MODEL.vocab_size)

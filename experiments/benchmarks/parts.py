@@ -76,7 +76,7 @@ def measure(prepared: Prepared[RunOptions], repeats: int) -> tuple[dict[str, lis
     state, prompt = programs.initial_state(trained), jax.tree.map(jnp.asarray, prepared.task.prompts(0).tokens)
     numbers, temperature = jnp.asarray(completion_numbers(run.sampling)), jnp.asarray(group_temperatures(run.sampling))
     others = frozen, state.extras
-    sizes: Any = {"microbatches": run.optimizer.microbatches, "piece_tokens": run.optimizer.piece_tokens}
+    sizes: Any = {"piece_tokens": run.piece_tokens}
     product, loss = partial(jnp.matmul, preferred_element_type=jnp.float32), partial(loss_of, method)
 
     def update(state: TrainState, grads: Any) -> TrainState:

@@ -53,8 +53,8 @@ class Config:
     """The same option as in a run."""
     remat: Remat = "none"
     """The same option as in a run."""
-    microbatches: int = 0
-    """Pieces of an update; 0: chosen by the library."""
+    piece_tokens: int = 0
+    """Largest number of tokens of a piece of an update; 0: chosen by the library."""
     repeats: int = 3
     """Timed calls of each program, after one that is not."""
     trace: str = ""
@@ -69,7 +69,7 @@ def main(config: Config) -> None:
         num_prompts=shape.num_prompts,
         group_size=shape.group_size,
         max_tokens=shape.completion,
-        microbatches=config.microbatches,
+        piece_tokens=config.piece_tokens,
     )
     flops, bandwidth = matmul_flops(config.dtype), copy_bandwidth()
     cost = cost_of(shape, element=jnp.dtype(config.dtype).itemsize)

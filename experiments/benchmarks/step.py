@@ -54,8 +54,8 @@ class Config:
     most. The others are for accelerators."""
     steps: int = 9
     """Iterations."""
-    microbatches: int = 0
-    """Pieces of an update; 0: chosen by the library."""
+    piece_tokens: int = 0
+    """Largest number of tokens of a piece of an update; 0: chosen by the library."""
     cache: bool = False
     """Read compiled programs from the cache of the commands."""
 
@@ -71,7 +71,7 @@ def main(config: Config) -> None:
         num_prompts=shape.num_prompts,
         group_size=shape.group_size,
         max_tokens=shape.completion,
-        microbatches=config.microbatches,
+        piece_tokens=config.piece_tokens,
         checkpoint_every=0,
         rollouts_every=0,
     )

@@ -27,10 +27,12 @@ from rich.table import Table
 from grpo_jax.commands import flags
 from grpo_jax.commands.model_and_task import (
     SamplingOptions,
-    check_subject,
+    check_options,
+    has_own_task,
     open_model_and_task,
     read_command_line,
     run_command,
+    saved_options,
     warn,
 )
 from grpo_jax.config import EngineOptions, GRPOConfig
@@ -76,8 +78,9 @@ def main(options: Options) -> None:
     out = options.out and user_path(options.out)
     shape = {"num_prompts": options.num_prompts, "eval_samples": options.samples}
     shape["group_size"] = _group_size(options.samples + 1)
-    options, subject = check_subject(dataclasses.replace(options, out=out), needs_reward=True, **shape)
-    saved, same_task, config = subject
+    options, config = check_options(dataclasses.replace(options, out=out), needs_reward=True, **shape)
+    saved = saved_options(options.model)
+    same_task = has_own_task(options, saved)
     if options.heldout and not same_task:
         raise UsageError("--heldout is for training: name the rows to evaluate with --task")
     if out and out.exists() and not out.is_dir():
@@ -85,7 +88,7 @@ def main(options: Options) -> None:
     if out:
         make_folder(out)  # before the evaluation, which may take long
     group_size = saved.get("group_size", _GROUP_SIZE)
-    opened = open_model_and_task(options, subject, num_prompts=1, group_size=group_size, seed=0, training=same_task)
+    opened = open_model_and_task(options, config, num_prompts=1, group_size=group_size, seed=0, training=same_task)
     with opened as (pretrained, step, task, notes):
         inputs = read_inputs(Path(options.model)).get(options.phase or "", {}) if same_task else {}
         if same_task and inputs.get("held-out prompts") != hash_prompts(task.heldout):

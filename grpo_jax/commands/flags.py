@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -291,7 +291,7 @@ def value_of(flag: str, args: Sequence[str]) -> str:
     return value
 
 
-def read_options(file: Path, groups: Collection[str] | None = None) -> dict[str, Any]:
+def read_options(file: Path, groups: Set[str] | None = None) -> dict[str, Any]:
     """Returns the options in a JSON or YAML file, by name.
 
     Args:

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from grpo_jax.commands.model_and_task import (
     SamplingOptions,
-    check_subject,
+    check_options,
     open_model_and_task,
     read_command_line,
     run_command,
@@ -77,16 +77,16 @@ def main(options: Options) -> None:
     started, console = time.perf_counter(), RunConsole()
     file = options.json and user_path(options.json)
     shape = {"num_prompts": options.num_prompts, "group_size": options.group_size}
-    options, subject = check_subject(options, needs_reward=False, **shape)
+    options, config = check_options(options, needs_reward=False, **shape)
     if file and file.exists() and not file.is_file():
         raise UsageError(f"{file} is no regular file: name another with --json")
     if file:
         make_folder(file.parent)  # before the sampling, which may take long
-    opened = open_model_and_task(options, subject, **shape, seed=options.seed, needs_reward=False)
+    opened = open_model_and_task(options, config, **shape, seed=options.seed, needs_reward=False)
     with opened as (pretrained, step, task, notes):
         warn(console, notes)
         prompts = task.prompts(step or 0)
-        completions = sample(pretrained, task, subject.config, step or 0, console)
+        completions = sample(pretrained, task, config, step or 0, console)
         graded = grade_completions(prompts, completions, task, task.rewards)
         warn(console, (task.rewards.failures() | interaction_of(task).failures(task)).values())
         texts, examples = decode_groups(completions, task), prompts.examples

@@ -43,7 +43,7 @@ from grpo_jax.hosts import check_alone
 from grpo_jax.models.chat import make_chat
 from grpo_jax.models.huggingface import Pretrained, for_texts
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.offline.distillation import Target, check_teacher_options, divergence_objective, mean_divergence
+from grpo_jax.offline.distillation import check_teacher_options, divergence_objective, mean_divergence
 from grpo_jax.offline.phase import SupervisedConfig, check_rows
 from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.options import Seed, Size, Weight
@@ -149,17 +149,17 @@ def add_divergence(job: Job, role: str, name: str, width: int, heldout: Callable
     check_top_k(config.divergence.divergence, job.model.config.vocab_size)
     other = load_frozen(role, name, config.model, job.model, sharding=load_shardings(devices))
     other = for_texts(other, width)
-    target = Target(decoder_policy(other.config), config.divergence.divergence, config.nll_coef)
+    compared = policy, decoder_policy(other.config), config.divergence.divergence
 
     def log(params: Any, values: Values) -> dict[str, float]:
-        mean = mean_divergence(policy, params, heldout(), target=target, devices=devices)
+        mean = mean_divergence(*compared, params, heldout(), devices=devices)
         numbers = log_means(params, values)
         # The loss is first, and so the score of keep_best and patience.
-        return {"loss": mean + target.nll_coef * numbers["nll"], **numbers, "distillation": mean}
+        return {"loss": mean + config.nll_coef * numbers["nll"], **numbers, "distillation": mean}
 
     return job._replace(
         params={"policy": job.params, role: other.params},
-        objective=divergence_objective(policy, target),
+        objective=divergence_objective(*compared, config.nll_coef),
         evaluate=lambda params: job.evaluate(params["policy"]),
         log=log,
         others={role: other},

@@ -31,6 +31,9 @@ _ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 
 
+SampledTokens = tuple[list[int], list[float]]  # tokens and their log-probabilities
+
+
 class Wrong(Exception):
     """A wrong answer. The message continues a sentence that begins with "the engine"."""
 
@@ -73,16 +76,14 @@ def request_body(
     }
 
 
-def read_completion(
-    answer: bytes, body: Mapping[str, Any], vocab_size: int, stop: Stop | None = None
-) -> tuple[list[int], list[float]]:
+def read_completion(answer: bytes, body: Mapping[str, Any], vocab_size: int, stop: Stop | None = None) -> SampledTokens:
     """Checks an answer and returns its completion.
 
     Args:
       answer: The answer of the server.
       body: The request.
       vocab_size: The size of the model's vocabulary.
-      stop: The stop texts of the request, or None.
+      stop: The stop texts of all requests that have such texts, or None.
 
     Returns:
       The tokens of the completion, with the token that ended it, and the log-probability of each as the server returns
@@ -104,7 +105,7 @@ def read_completion(
         raise Wrong(f"gave {len(ids)} tokens with the log-probabilities {abbreviate(logprobs)}")
     if wrong := [i for i in ids if not 0 <= i < vocab_size]:
         raise Wrong(f"gave token {wrong[0]}, but the model has the tokens 0 to {vocab_size - 1}")
-    stopped = stop.find_end(ids) if stop else None
+    stopped = stop.find_end(ids) if stop and "stop" in body else None
     if stopped is not None:
         ids, logprobs = ids[: stopped + 1], logprobs[: stopped + 1]
     _check_end(ids, body["stop_token_ids"], body["max_tokens"], stopped is not None)
@@ -153,21 +154,28 @@ class ScoredText(NamedTuple):
 Complete = Callable[[Mapping[str, Any]], bytes]  # sends a request for a completion, and returns the answer
 
 
-def score_sampled(complete: Complete, prompt: list[int], temperature: float, count: int, vocab_size: int) -> ScoredText:
+def score_sampled(
+    complete: Complete,
+    *,
+    read: Callable[[bytes, Mapping[str, Any]], SampledTokens],
+    prompt: list[int],
+    temperature: float,
+    count: int,
+) -> ScoredText:
     """Lets a server sample tokens, whose log-probabilities show how it processes them.
 
     Args:
       complete: Sends a request.
+      read: (answer, request) -> the completion.
       prompt: The tokens of the prompt.
       temperature: The temperature.
       count: The number of tokens to sample.
-      vocab_size: The size of the model's vocabulary.
 
     Raises:
       Wrong: The answer is no completion.
     """
     body = request_body(prompt, temperature=temperature, seed=0, max_tokens=count, eos_ids=()) | {"ignore_eos": True}
-    ids, logprobs = read_completion(complete(body), body, vocab_size)
+    ids, logprobs = read(complete(body), body)
     return ScoredText(prompt + ids, logprobs, temperature, "sampled tokens", OTHER_SAMPLING)
 
 

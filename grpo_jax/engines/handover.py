@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_jax.engines.completions import ScoredText, score_prompt, score_sampled
+from grpo_jax.engines.completions import Complete, ScoredText, score_prompt
 from grpo_jax.engines.http import KEY, Failure, Gone, Refused, ask, decode_answer
 from grpo_jax.errors import Interruption
 from grpo_jax.models.decoder.transformer import Params
@@ -79,16 +79,6 @@ def cure_of(path: str, error: Failure) -> str:
     return next(words for part, words in _CURES.items() if part in path)
 
 
-class Probe(NamedTuple):
-    """A request that shows which parameters a server holds."""
-
-    prompt: list[int]
-    temperature: float
-    num_tokens: int  # that are sampled
-    vocab_size: int
-    text: list[int]  # that is scored
-
-
 class Handover(NamedTuple):
     """A way of handing parameters over, as four functions, and the fields of requests that name the parameters."""
 
@@ -98,8 +88,9 @@ class Handover(NamedTuple):
     send: Callable[[Server, Path], None]
     # (server, version) -> None, once the server forgot the previous parameters and samples again
     finish: Callable[[Server, str], None]
-    # (complete, probe) -> texts that the server scored
-    proof: Callable[..., list[ScoredText]]
+    # (complete, sample, text) -> texts that the server scored, from which it follows which parameters it holds: tokens
+    # that `sample(complete)` lets it sample, and perhaps the text
+    proof: Callable[[Complete, Callable[[Complete], ScoredText], list[int]], list[ScoredText]]
     # (server, version) -> fields of a request
     fields: Callable[[Server, str], Mapping[str, Any]]
 
@@ -111,13 +102,13 @@ class Handover(NamedTuple):
 # ---- proofs
 
 
-def _prove_both(complete: Callable[..., bytes], probe: Probe) -> list[ScoredText]:
-    sampled = _prove_sampled(complete, probe)  # first, since scoring a prompt would fill the cache with it again
-    return [score_prompt(complete, probe.text), *sampled]
+def _prove_both(complete: Complete, sample: Callable[[Complete], ScoredText], text: list[int]) -> list[ScoredText]:
+    sampled = sample(complete)  # first, since scoring a prompt would fill the cache with it again
+    return [score_prompt(complete, text), sampled]
 
 
-def _prove_sampled(complete: Callable[..., bytes], probe: Probe) -> list[ScoredText]:
-    return [score_sampled(complete, *probe[:-1])]
+def _prove_sampled(complete: Complete, sample: Callable[[Complete], ScoredText], text: list[int]) -> list[ScoredText]:
+    return [sample(complete)]
 
 
 # ---- weights in a folder

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import numpy as np
 
 from grpo_jax.config import EngineOptions, GRPOConfig
 from grpo_jax.devices import Devices, jit_on_devices, num_shards, sampling_devices, to_devices, to_numpy
-from grpo_jax.engines.completions import OTHER_SAMPLING, request_body
-from grpo_jax.engines.servers import Engine, Model, Request
+from grpo_jax.engines.completions import OTHER_SAMPLING, read_completion, request_body
+from grpo_jax.engines.servers import Engine, Request
 from grpo_jax.engines.supports import make_add_supports
 from grpo_jax.errors import Interruption, UsageError
 from grpo_jax.hosts import check_alone
@@ -59,8 +60,15 @@ def sampler_of(
             params = policy.rounded(params) if policy.rounded else params
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 
-    model = Model(save, make_score(policy, devices), pretrained.config.dtype, task.vocab_size, task.stop)
-    engine = Engine(options, model, sampling.temperature, note=note)
+    engine = Engine(
+        options,
+        save=save,
+        score=make_score(policy, devices),
+        read=partial(read_completion, vocab_size=task.vocab_size, stop=task.stop),
+        dtype=pretrained.config.dtype,
+        temperature=sampling.temperature,
+        note=note,
+    )
     add_supports = make_add_supports(policy, sampling, devices, engine.rounding)
 
     def turns(params, prompts: list[list[int]], numbers, temperature, noise) -> Turns:

@@ -22,14 +22,13 @@ import jax
 import numpy as np
 
 from grpo_jax.config import EngineOptions
-from grpo_jax.engines.completions import Wrong, read_completion
-from grpo_jax.engines.handover import SOON, Handover, Probe, Server, handover_of
+from grpo_jax.engines.completions import SampledTokens, ScoredText, Wrong, score_sampled
+from grpo_jax.engines.handover import SOON, Handover, Server, handover_of
 from grpo_jax.engines.http import KEY, Failure, Gone, ask, decode_answer
 from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.params.tree import Adapted
-from grpo_jax.sampling.stopping import Stop
 
 _AT_ONCE = 256  # concurrent requests to a server, which batches them
 _PAUSE = 5.0  # seconds between attempts to reach a server
@@ -39,26 +38,12 @@ _PROOF_TOKENS, _PROOF_WIDTH = 8, 32  # that are sampled, and that are scored if 
 # parameters. In bfloat16 it is the median, since some tokens are off by several nats.
 _BOUNDS: Mapping[Dtype, tuple[Callable[..., Any], float]] = {"float32": (np.mean, 1e-3), "bfloat16": (np.median, 0.1)}
 
-SampledTokens = tuple[list[int], list[float]]  # tokens and their log-probabilities
-
 
 class Request(NamedTuple):
     """A request for a completion."""
 
     group: int  # the number of its group
     body: Mapping[str, Any]  # from `request_body`
-
-
-class Model(NamedTuple):
-    """The functions and facts of the trained model that an engine needs."""
-
-    # (folder, parameters) -> None, once the folder holds them; only the adapters if there are any
-    save: Callable[[Path, Params], Any]
-    # (parameters, ids, temperature) -> the log-probabilities of all tokens after the first
-    score: Callable[[Params, list[int], float], np.ndarray]
-    dtype: Dtype
-    vocab_size: int
-    stop: Stop | None = None  # the stop texts of all requests
 
 
 class Parcel(NamedTuple):
@@ -79,16 +64,22 @@ class Engine:
     def __init__(
         self,
         options: EngineOptions,
-        model: Model,
-        temperature: float = 1.0,
         *,
+        save: Callable[[Path, Params], Any],
+        score: Callable[[Params, list[int], float], np.ndarray],
+        read: Callable[[bytes, Mapping[str, Any]], SampledTokens],
+        dtype: Dtype,
+        temperature: float = 1.0,
         note: Callable[[str], None] = lambda words: None,
     ) -> None:
         """Connects to the servers.
 
         Args:
           options: The options of the engine, with its addresses.
-          model: The trained model.
+          save: (folder, parameters) -> None, once the folder holds them; only the adapters if there are any.
+          score: (parameters, ids, temperature) -> the log-probabilities of all tokens after the first.
+          read: (answer, request) -> the completion: see `read_completion`.
+          dtype: The dtype of the trained model.
           temperature: The temperature of the run, at which servers prove that they hold the parameters.
           note: Tells the user the reason for a delay.
 
@@ -96,9 +87,10 @@ class Engine:
           UsageError: No server answers, or an address has no server of the protocol.
         """
         self._timeout = options.engine_timeout
-        self._dtype: Dtype = model.dtype if options.engine_dtype == "auto" else options.engine_dtype
+        self._dtype: Dtype = dtype if options.engine_dtype == "auto" else options.engine_dtype
         self._average, self.rounding = _BOUNDS[self._dtype]
-        self._model, self._temperature, self._note = model, temperature, note
+        self._save_params, self._score, self._read = save, score, read
+        self._temperature, self._note = temperature, note
         self._temporary = None if options.engine_folder else tempfile.TemporaryDirectory(prefix="grpo_jax_engine_")
         self._folder = user_path(self._temporary.name if self._temporary else options.engine_folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +98,7 @@ class Engine:
             self._folder.chmod(0o755)  # the server may run as another user
         self._written: list[Any] = []  # weak references to the arrays in the folder of the parcel
         self._parameters: Path | None = None  # the folder of the last parcel
-        self._probe: Probe | None = None
+        self._proof: tuple[Callable[..., ScoredText], list[int]] | None = None  # see `Handover.proof`
         self._rollouts = ThreadPoolExecutor(1)
         self._servers = [self._server_at(url, options.engine_kind) for url in options.engine]
         silent: list[Gone] = []
@@ -159,14 +151,20 @@ class Engine:
           Interruption if no server answers within the timeout, or one refuses a request, gives a wrong answer or does
           not hold the parameters.
         """
-        if self._probe is None:
+        if self._proof is None:
             prompt = max((request.body["prompt"] for request in requests), key=len)
             max_tokens = requests[0].body["max_tokens"]
             # The average over a short prompt would be noise in bfloat16.
             size = max(len(prompt), min(_PROOF_WIDTH, len(prompt) + max_tokens - 1))
             text = (prompt * _PROOF_WIDTH)[:size]
-            num_tokens = min(_PROOF_TOKENS, max_tokens)
-            self._probe = Probe(prompt, self._temperature, num_tokens, self._model.vocab_size, text)
+            sample = partial(
+                score_sampled,
+                read=self._read,
+                prompt=prompt,
+                temperature=self._temperature,
+                count=min(_PROOF_TOKENS, max_tokens),
+            )
+            self._proof = sample, text
         return self._rollouts.submit(self._complete, self._write(params), requests)
 
     def _complete(self, parcel: Parcel, requests: Sequence[Request]) -> list[SampledTokens]:
@@ -241,7 +239,7 @@ class Engine:
             body = requests[place].body
             try:
                 answer = handover.complete(server, version, body)
-                return read_completion(answer, body, self._model.vocab_size, self._model.stop)
+                return self._read(answer, body)
             except Wrong as error:
                 raise Interruption(f"the engine at {server.url} {error}: nothing was learned from it") from None
 
@@ -274,7 +272,7 @@ class Engine:
     def _save(self, name: str, params: Params) -> Path:
         folder = self._folder / f"{name}-{uuid.uuid4().hex[:12]}"
         try:
-            self._model.save(folder, params)
+            self._save_params(folder, params)
         except OSError as error:
             raise Interruption(f"{self._folder} cannot take parameters ({lacking(error) or error})") from None
         return folder
@@ -319,13 +317,13 @@ class Engine:
 
     def _difference(self, server: Server, handover: Handover, params: Params, version: str) -> str:
         """Returns how log-probabilities of a server and of the trainer differ, with likely causes; "" if they agree."""
-        assert self._probe
+        assert self._proof
         try:
-            texts = handover.proof(partial(handover.complete, server, version), self._probe)
+            texts = handover.proof(partial(handover.complete, server, version), *self._proof)
         except Wrong as error:
             raise Interruption(f"the engine at {server.url} {error}") from None
         for text in texts:
-            scores = self._model.score(params, text.ids, text.temperature)[-len(text.logprobs) :]
+            scores = self._score(params, text.ids, text.temperature)[-len(text.logprobs) :]
             difference = self._average(np.abs(scores - text.logprobs)) if text.logprobs else 0.0
             if not difference <= self.rounding:
                 return (

@@ -8,7 +8,6 @@ distillation, in which the policy samples the completions, see `rl.distillation`
 
 from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 
@@ -24,14 +23,6 @@ from grpo_jax.offline.phase import FitObjective, row_scorer
 from grpo_jax.offline.sft import as_completions, sum_texts
 from grpo_jax.options import check_ranges
 from grpo_jax.step import Batch, Logs, outputs_of_states, score_completion_tokens, states_of, token_divergence
-
-
-class Target(NamedTuple):
-    """A teacher, and the loss of the policy with respect to it."""
-
-    teacher: Policy
-    divergence: Divergence
-    nll_coef: float = 0.0  # λ, the weight of the tokens' NLL, which is added to the divergence
 
 
 def check_teacher_options(options: TeacherConfig, nll_coef: float) -> None:
@@ -56,7 +47,9 @@ def check_teacher_options(options: TeacherConfig, nll_coef: float) -> None:
         raise UsageError(f"nll_coef is {nll_coef}, but distillation is none: leave it out, or name a teacher")
 
 
-def divergence_objective(policy: Policy, target: Target) -> FitObjective:
+def divergence_objective(
+    policy: Policy, teacher: Policy, divergence: Divergence, nll_coef: float = 0.0
+) -> FitObjective:
     """Returns the objective that minimises the divergence from a teacher plus λ times the NLL of completions.
 
     Its parameters are {"policy": ..., "teacher": ...}, and only the policy's are trained. Batches are those of
@@ -64,68 +57,72 @@ def divergence_objective(policy: Policy, target: Target) -> FitObjective:
 
     Args:
       policy: The model's functions.
-      target: The teacher and the loss.
+      teacher: The teacher's functions.
+      divergence: The divergence from the teacher.
+      nll_coef: λ, the weight of the tokens' NLL. Default: 0.
     """
-    return FitObjective(partial(distillation_loss, policy, target=target), token_mean_weights)
+    return FitObjective(partial(distillation_loss, policy, teacher, divergence, nll_coef), token_mean_weights)
 
 
 def distillation_loss(
-    policy: Policy, params: Params, batch: Batch | Packed, *, target: Target
+    policy: Policy, teacher: Policy, divergence: Divergence, nll_coef: float, params: Params, batch: Batch | Packed
 ) -> tuple[jax.Array, Logs]:
     """L = Σ w [D_T − λ log π(oₜ)]; logs the means of divergence, NLL and entropy over tokens."""
     batch = as_completions(batch)
     states = states_of(policy, params["policy"], batch)
     scores = score_completion_tokens(policy, params["policy"], batch, states)
-    divergence = divergence_of_states(policy, target, params, batch, states)
-    loss = weighted_sum(divergence - target.nll_coef * scores.logprobs, batch.weights, batch.completion_mask)
-    means = {"distillation": divergence, "nll": -scores.logprobs, "entropy": scores.entropy}
+    values = divergence_of_states(policy, teacher, divergence, params, batch, states)
+    loss = weighted_sum(values - nll_coef * scores.logprobs, batch.weights, batch.completion_mask)
+    means = {"distillation": values, "nll": -scores.logprobs, "entropy": scores.entropy}
     return loss, Logs({name: masked_sum(x, batch.completion_mask) for name, x in means.items()})
 
 
-def teacher_divergence(policy: Policy, target: Target, params: Params, batch: Batch | Packed) -> jax.Array:
+def teacher_divergence(
+    policy: Policy, teacher: Policy, divergence: Divergence, params: Params, batch: Batch | Packed
+) -> jax.Array:
     """Returns the divergence of the policy from its teacher at each token, in nats, `[N, G, T]` or `[B, S]`.
 
     Args:
-      policy: The model's functions.
-      target: The teacher and the loss.
+      policy, teacher, divergence: See `divergence_objective`.
       params: The parameters of policy and teacher, by role.
       batch: The completions.
     """
     completions = as_completions(batch)
     states = states_of(policy, params["policy"], completions)
-    return divergence_of_states(policy, target, params, completions, states).reshape(batch.completion_mask.shape)
+    values = divergence_of_states(policy, teacher, divergence, params, completions, states)
+    return values.reshape(batch.completion_mask.shape)
 
 
 def divergence_of_states(
-    policy: Policy, target: Target, params: Params, batch: Batch, states: TokenStates
+    policy: Policy, teacher: Policy, divergence: Divergence, params: Params, batch: Batch, states: TokenStates
 ) -> jax.Array:
     """Returns `teacher_divergence`, `[N, G, T]`, from the states of the policy."""
-    heads = policy.head(params["policy"]), target.teacher.head(params["teacher"])
+    heads = policy.head(params["policy"]), teacher.head(params["teacher"])
 
-    def divergence(hidden: jax.Array, taught: jax.Array, temperature: jax.Array) -> jax.Array:
-        outputs = outputs_of_states(target.divergence, heads[1], taught, temperature, vocab_size=len(heads[0][0]))
-        return token_divergence(target.divergence, heads, hidden, outputs, temperature)
+    def compare(hidden: jax.Array, taught: jax.Array, temperature: jax.Array) -> jax.Array:
+        outputs = outputs_of_states(divergence, heads[1], taught, temperature, vocab_size=len(heads[0][0]))
+        return token_divergence(divergence, heads, hidden, outputs, temperature)
 
-    taught = jax.lax.stop_gradient(states_of(target.teacher, params["teacher"], batch))
-    return states.map(divergence, taught, batch.temperature)
+    taught = jax.lax.stop_gradient(states_of(teacher, params["teacher"], batch))
+    return states.map(compare, taught, batch.temperature)
 
 
 def mean_divergence(
     policy: Policy,
+    teacher: Policy,
+    divergence: Divergence,
     params: Params,
     batches: Iterable[Packed],
     *,
-    target: Target,
     devices: Devices = ONE_DEVICE,
 ) -> float:
     """Returns the mean divergence from the teacher over all completion tokens of the batches, in nats.
 
     Args:
-      policy: The model's functions.
+      policy, teacher, divergence: See `divergence_objective`.
       params: The parameters of policy and teacher, by role.
-      target: The teacher and the loss.
       batches, devices: See `text_nll`.
     """
-    score = row_scorer(teacher_divergence, policy, target, devices=devices)
+    score = row_scorer(teacher_divergence, policy, teacher, divergence, devices=devices)
     totals, tokens = sum_texts(score, params, batches)
     return float(totals.sum() / max(tokens.sum(), 1))

@@ -55,15 +55,6 @@ class FitObjective(NamedTuple):
     prepare: Callable[[Any, Any, Callable[..., Any]], Any] | None = None
 
 
-class FitPrograms(NamedTuple):
-    """The functions of a phase, each compiled at its first call."""
-
-    # (state, batch, frozen parameters) -> state, metrics
-    train_step: Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, jax.Array]]]
-    # trained parameters -> state. Parameters are copied, since the step donates its state but the caller keeps them
-    init_state: Callable[[Params], TrainState]
-
-
 def make_fit_optimizer(config: SupervisedConfig) -> tuple[optax.Schedule, optax.GradientTransformation]:
     """Returns the learning rate of a phase, and its optimizer.
 
@@ -81,7 +72,9 @@ def make_fit_optimizer(config: SupervisedConfig) -> tuple[optax.Schedule, optax.
 
 
 @lru_cache(maxsize=8)
-def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitPrograms:
+def make_fit_programs(
+    objective: FitObjective, config: SupervisedConfig
+) -> tuple[Callable[[Params], TrainState], Callable[..., tuple[TrainState, dict[str, jax.Array]]]]:
     """Checks the configuration and makes the programs of a phase, which are compiled at their first call.
 
     Phases with the same objective and configuration, such as the rounds of a reward model, share their programs.
@@ -91,7 +84,8 @@ def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitP
       config: The configuration of the phase.
 
     Returns:
-      The programs.
+      A function from trained parameters to the first state, which holds copies of them; and the step, (state, batch,
+      frozen parameters) -> (state, metrics), which donates the state.
 
     Raises:
       UsageError: The configuration is invalid.
@@ -128,8 +122,9 @@ def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitP
     def initial_state(params: Params) -> TrainState:
         return init_state(jax.tree.map(jnp.copy, params), optimizer)
 
-    return FitPrograms(
-        jit_on_devices(step, devices=devices, donate_argnums=(0,)), jit_on_devices(initial_state, devices=devices)
+    return (
+        jit_on_devices(initial_state, devices=devices),
+        jit_on_devices(step, devices=devices, donate_argnums=(0,)),
     )
 
 

@@ -74,7 +74,6 @@ class Shape(NamedTuple):
     prompt_tokens: int = 256  # P
     max_tokens: int = 512  # T
     minibatches: int = 1
-    microbatches: int = 0  # pieces of a minibatch; 0: piece_tokens decides
     piece_tokens: int = GPU.piece_tokens
     lora_rank: int = 0  # 0: all parameters are trained
     lora_targets: tuple[Target, ...] = TARGETS
@@ -99,7 +98,6 @@ class Shape(NamedTuple):
             self.prompt_tokens,
             self.group_size,
             self.max_tokens,
-            microbatches=self.microbatches,
             piece_tokens=self.piece_tokens,
         )
 
@@ -463,14 +461,12 @@ class Plan(NamedTuple):
     @property
     def options(self) -> dict[str, int | Remat]:
         """The choice, as options of a run."""
-        pieces = {} if self.shape.microbatches else {"piece_tokens": self.shape.piece_tokens}
-        return {**pieces, "remat": self.model.remat}
+        return {"piece_tokens": self.shape.piece_tokens, "remat": self.model.remat}
 
     def __str__(self) -> str:
-        pieces = self.shape.num_pieces
-        microbatches = f"{pieces} microbatch{'es' if pieces > 1 else ''}"
+        pieces = f"{self.shape.num_pieces} piece{'s' if self.shape.num_pieces > 1 else ''}"
         sizes = f"about {_in_gib(self.estimate.peak)} of {_in_gib(self.limit)} GiB"
-        return f"plan: {microbatches}, remat {self.model.remat}: {sizes}"
+        return f"plan: {pieces}, remat {self.model.remat}: {sizes}"
 
 
 def _in_gib(size: int) -> str:
@@ -500,10 +496,11 @@ def shape_of(
         num_prompts=run.sampling.num_prompts // shards,
         prompt_tokens=prompt_tokens,
         max_tokens=run.sampling.completion_width,
+        piece_tokens=run.piece_tokens,
         critic=run.critic.critic,
         support_bytes=FLOAT32 * run.sampling.kept_tokens * (1 + run.sampling.staleness),
         optimizer=load_optimizer(run.optimizer.optimizer),
-        copies=1 + (run.reference.ref_sync_steps > 0),
+        copies=1 + (run.loss.ref_sync_steps > 0),
         process_bytes=_PROCESS // devices if traits.backend == "cpu" else 0,
         traits=traits,
     )
@@ -514,7 +511,7 @@ def choose(model: ModelConfig, shape: Shape, limit: int, *, remat: PlannedRemat 
 
     Args:
       model: The configuration of the decoder.
-      shape: The shape of the run. Its pieces are fixed if microbatches or piece_tokens are above 0.
+      shape: The shape of the run. Its pieces are fixed if piece_tokens is above 0.
       limit: The memory of a device in bytes.
       remat: "auto" to choose remat, or a fixed choice.
 
@@ -544,7 +541,7 @@ def _plans(model: ModelConfig, shape: Shape, limit: int, remat: PlannedRemat) ->
 def _piece_sizes(shape: Shape) -> list[int]:
     """Returns the sizes of pieces to try, in tokens: the fastest, then halves of it down to pieces of one row."""
     sizes = [shape.piece_tokens or shape.traits.piece_tokens]
-    if shape.microbatches or shape.piece_tokens:
+    if shape.piece_tokens:
         return sizes
     while shape._replace(piece_tokens=sizes[-1]).piece.rows > 1:
         sizes.append(sizes[-1] // 2)
@@ -577,6 +574,5 @@ def _describe_what_fits(model: ModelConfig, shape: Shape, limit: int, smallest: 
     instead = ", or ".join(what_fits) or "a smaller model, or fewer and shorter completions"
     return (
         f"the run needs about {_in_gib(smallest.estimate.peak)} GiB of {_in_gib(limit)} on each device, even in the "
-        f"smallest microbatches with remat layer: set {instead}; or set microbatches and remat, which are then not "
-        "planned"
+        f"smallest pieces with remat layer: set {instead}; or set piece_tokens and remat, which are then not planned"
     )

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,19 +22,10 @@ from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
 
-class Grading(NamedTuple):
-    """The rewards of a run, as functions of rollouts."""
-
-    grade: Callable[[Rollout], Rollout]  # adds rewards, and counts of ungraded completions
-    # (rollout, step) -> rollout with metrics and warnings. Raises if the run cannot learn
-    report: Callable[[Rollout, int], Rollout]
-    arrays: Callable[[Graded, int], RewardArrays]  # (rewards, T) -> arrays from which advantages are computed
-
-
 def make_grading(
     task: Task, rewards: Rewards, config: GRPOConfig, *, compares: bool = True, timed: Timed = nullcontext
-) -> Grading:
-    """Returns the functions that grade the rollouts of a run.
+) -> tuple[Callable[[Rollout], Rollout], Callable[[Rollout, int], Rollout]]:
+    """Makes the functions that grade the rollouts of a run.
 
     Args:
       task: Decodes completions, and supplies an environment if there is one.
@@ -42,11 +33,15 @@ def make_grading(
       config: The configuration of the run.
       compares: True if the method compares rewards within groups, and not with a critic.
       timed: Adds the seconds of a block to the time of the named part of the iteration. Default: nothing is timed.
+
+    Returns:
+      A function that adds rewards and counts of ungraded completions to a rollout; and a function (rollout, step) ->
+      rollout with metrics and warnings, which raises if the run cannot learn.
     """
     devices, read = devices_of(config), rewards if config.needs_rewards else to_rewards({})
-    names, weights, by_part = [""], rewards.weights, config.loss.advantages_of in BY_PART
+    names, by_part = [""], config.loss.advantages_of in BY_PART
     if config.loss.advantages_of == "components":
-        names = [name for name, weight in weights.items() if weight]
+        names = [name for name, weight in rewards.weights.items() if weight]
 
     def grade(rollout: Rollout) -> Rollout:
         with timed("rollout"):
@@ -71,10 +66,7 @@ def make_grading(
         warnings |= rollout_warnings(graded, step + 1, spread if compares else None, is_graded=config.needs_rewards)
         return rollout._replace(metrics=metrics | rollout.metrics, warnings=warnings | rollout.warnings)
 
-    def arrays(graded: Graded, num_tokens: int) -> RewardArrays:
-        return reward_arrays(graded, config.loss.advantages_of, num_tokens, weights)
-
-    return Grading(grade, report, arrays)
+    return grade, report
 
 
 def gather_failures(rewards: Rewards, before: Mapping[str, int] = {}) -> tuple[dict[str, int], dict[str, str]]:

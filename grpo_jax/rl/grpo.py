@@ -16,13 +16,12 @@ import optax
 from grpo_jax import functional as F
 from grpo_jax.config import BY_PART, Divergence, GRPOConfig, LossConfig
 from grpo_jax.functional.numerics import call_with
-from grpo_jax.functional.presets import CORRECTIONS
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rows.pieces import choose_pieces
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
-from grpo_jax.rl.update import make_hooks
+from grpo_jax.rl.update import make_hooks, objective_term
 from grpo_jax.step import (
     Array,
     Batch,
@@ -209,40 +208,6 @@ def policy_terms(policy: Policy, config: LossConfig) -> tuple[LossTerm, ...]:
     return objective_term(config), full_kl_term(policy, config)
 
 
-def objective_term(config: LossConfig) -> LossTerm:
-    """Returns the term `Objective.loss` of the preset, with corrected advantages."""
-    in_full = config.divergence != "preset"
-    objective = config.objective._replace(kl_coef=0.0) if in_full else config.objective
-
-    def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        mask, fresh = batch.completion_mask, jax.lax.stop_gradient(forward.logprobs)
-        old_logprobs = fresh if batch.old_logprobs is None else batch.old_logprobs
-        advantages, more = corrected_advantages(batch, fresh, old_logprobs, config)
-        loss, metrics = objective.loss(
-            forward.logprobs,
-            old_logprobs,
-            advantages,
-            mask,
-            ref_logprobs=batch.ref_logprobs,
-            entropy=forward.entropy,
-            weights=batch.weights,
-        )
-        # Compare with the sampler's log-probabilities if they are known, even if the loss uses other old ones.
-        sampled = old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
-        is_compared = mask if batch.is_border is None else mask & ~batch.is_border
-        mismatch = jnp.where(is_compared, fresh - sampled, 0)
-        metrics["entropy"] = F.masked_sum(forward.entropy, mask)
-        metrics["sampler_mismatch"] = F.masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
-        if batch.support_ids is not None:
-            left_out = -jnp.expm1(batch.processed_logprobs - batch.sampler_logprobs)
-            metrics["support_left_out"] = F.masked_sum(left_out, mask)
-        if batch.is_border is not None:
-            metrics["support_border"] = F.masked_sum(batch.is_border, mask)
-        return loss, Logs(metrics | more, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})
-
-    return term
-
-
 def full_kl_term(policy: Policy, config: LossConfig) -> LossTerm:
     """β Σ w KL(π ‖ π_ref), or KL(π_ref ‖ π), over the whole vocabulary. The reference runs again in every update."""
 
@@ -259,33 +224,3 @@ def full_kl_term(policy: Policy, config: LossConfig) -> LossTerm:
         return config.kl_coef * F.weighted_sum(kl, batch.weights, mask), Logs({"kl": F.masked_sum(kl, mask)})
 
     return term
-
-
-def corrected_advantages(
-    batch: Batch, logprobs: jax.Array, old_logprobs: jax.Array, config: LossConfig
-) -> tuple[jax.Array, dict[str, Any]]:
-    """Applies `correction` and `off_policy_threshold` to advantages.
-
-    Args:
-      batch: The batch with advantages and the sampler's log-probabilities.
-      logprobs: Log-probabilities of the current policy, `[N, G, T]`.
-      old_logprobs: Log-probabilities in the denominator of the ratio, `[N, G, T]`.
-      config: The loss options of the run.
-
-    Returns:
-      Advantages `[N, G]` or `[N, G, T]`, and metrics.
-    """
-    advantages, mask, metrics = batch.advantages, batch.completion_mask, {}
-    if config.correction != "none":
-        log_ratio, weights_of = CORRECTIONS[config.correction]
-        sampled = batch.sampler_logprobs if batch.processed_logprobs is None else batch.processed_logprobs
-        weights = call_with(weights_of, log_ratio(old_logprobs, sampled, mask), **config.constants)
-        advantages = F.per_token(advantages, weights) * weights
-        metrics["correction"] = F.masked_sum(weights, mask)
-    if config.off_policy_threshold is not None:
-        # Compare with the sampler: old_logprobs equal the current ones in the first optimizer step.
-        drift = F.token_log_ratio(logprobs, batch.sampler_logprobs, mask)
-        keep = F.on_policy_completions(drift, batch.advantages, mask, threshold=config.off_policy_threshold)
-        advantages = jnp.where(keep, F.per_token(advantages, logprobs), 0)
-        metrics["on_policy_share"] = F.masked_sum(keep, mask)
-    return advantages, metrics

@@ -17,7 +17,7 @@ from grpo_jax.devices import devices_of, to_devices, update_flops
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.params.tree import TRAINED_ROLES, join
 from grpo_jax.rewards.reward import Rewards
-from grpo_jax.rl.grade import Grading, make_grading
+from grpo_jax.rl.grade import make_grading, reward_arrays
 from grpo_jax.rl.guards import make_damage_check
 from grpo_jax.rl.lines import read_line
 from grpo_jax.rl.programs import Programs
@@ -36,7 +36,8 @@ class Iteration(NamedTuple):
     # (state, step, on_dispatch) -> (state of the source, rollout)
     source: Callable[[TrainState, int, Callable[[], None]], tuple[Any, Rollout]]
     score: Callable[[TrainState, Batch], Batch]
-    grading: Grading  # decodes and rewards completions
+    # (rollout, step) -> rollout with rewards, metrics and warnings: decodes and rewards completions
+    grade: Callable[[Rollout, int], Rollout]
     learn: Callable[[TrainState, Batch, Rollout, int], tuple[TrainState, Learned]]  # the state is donated
     line: Callable[..., StepLog]  # (step, rollout, scored batch, learned) -> the line to write
     on_rollout: OnRollout = lambda step, rollout: None  # called before the update
@@ -64,7 +65,7 @@ def iterate(
 
     # ---- grade: decode and reward completions on the host; dynamic sampling has done this already
     if rollout.graded is None:
-        rollout = it.grading.report(it.grading.grade(rollout), step)
+        rollout = it.grade(rollout, step)
     it.on_rollout(step + 1, rollout)
 
     # ---- learn: compute advantages, then use each prompt once per epoch, in shuffled minibatches
@@ -95,7 +96,7 @@ def make_iteration(
       timed: Adds the seconds of a block to the time of the named part of the iteration.
     """
     devices = devices_of(config)
-    grading = make_grading(task, rewards, config, compares="critic" not in trained, timed=timed)
+    grade, report = make_grading(task, rewards, config, compares="critic" not in trained, timed=timed)
     sample = make_draw(programs.sampler, task, config)
 
     def draw(policy: Params, *args: Any) -> Rollout:
@@ -106,10 +107,10 @@ def make_iteration(
     if config.sampling.max_rollouts > 1:
         # A phase may replace the rewards of the task with others, which have other names.
         metric = config.sampling.filter_metric if config.sampling.filter_metric in rewards.components else ""
-        source = with_spread(source, draw, grading.grade, grading.report, config, devices, metric=metric)
+        source = with_spread(source, draw, grade, report, config, devices, metric=metric)
 
     if config.sampling.curriculum:
-        source = by_solve_rate(draw, grading.grade, grading.report, task, config.sampling, devices)
+        source = by_solve_rate(draw, grade, report, task, config.sampling, devices)
 
     def sample_rollout(state: TrainState, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
         if programs.sampler.program is None:  # it waits for the completions, which are no part of the previous step
@@ -126,11 +127,12 @@ def make_iteration(
     def learn(state: TrainState, batch: Batch, rollout: Rollout, step: int) -> tuple[TrainState, Learned]:
         assert rollout.graded is not None
         with timed("update"):
-            rewards = grading.arrays(rollout.graded, batch.completion_ids.shape[-1])
-            rewards = to_devices(rewards, devices, axes=REWARD_AXES)
+            num_tokens = batch.completion_ids.shape[-1]
+            arrays = reward_arrays(rollout.graded, config.loss.advantages_of, num_tokens, rewards.weights)
+            arrays = to_devices(arrays, devices, axes=REWARD_AXES)
             seed_and_step = to_devices(np.array([config.seed, step], np.uint32), devices, axes=None)
             # The program donates the state, but not the rollouts that the source keeps.
-            return programs.learn(state._replace(source=()), frozen, batch, rewards, seed_and_step)
+            return programs.learn(state._replace(source=()), frozen, batch, arrays, seed_and_step)
 
     # Models that only score take no part in an update.
     updated = {role: part for role, part in frozen.items() if role in TRAINED_ROLES}
@@ -140,7 +142,7 @@ def make_iteration(
         initial_source=source.initial_state,
         source=sample_rollout,
         score=score,
-        grading=grading,
+        grade=lambda rollout, step: report(grade(rollout), step),
         learn=learn,
         line=partial(read_line, phase, config, task, devices, flops, damage, timed),
     )

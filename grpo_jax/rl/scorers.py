@@ -45,9 +45,7 @@ def score_rollout(
 
         tokens = rows.completion_ids.shape[-1]
         rows = with_ends(rows) if method.scores_ends else rows
-        options = config.optimizer
-        pieces = method.pieces(rows, microbatches=options.microbatches, piece_tokens=options.piece_tokens)
-        scores = computed_in_pieces(score_piece, rows, pieces)
+        scores = computed_in_pieces(score_piece, rows, method.pieces(rows, piece_tokens=config.piece_tokens))
         return jax.tree.map(lambda x: x[:, :, :tokens], scores)
 
     return map_rows(score_rows, devices)(models, batch)

@@ -242,15 +242,15 @@ def by_solve_rate(
 
     def sample(state: Any, policy: Params, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
         window = all_rows(state, devices)
-        drawn = choose(window, step, sampling.curriculum_bound)
-        rollout = draw(policy, step, drawn.prompts)
+        prompts, numbers, metrics = choose(window, step, sampling.curriculum_bound)
+        rollout = draw(policy, step, prompts)
         on_dispatch()
         rollout = report(grade(rollout), step)
         graded = rollout.graded
         assert graded is not None
         rewards = graded.components.get(sampling.filter_metric, np.where(graded.applicable, graded.rewards, np.nan))
-        window = to_devices(add_step(window, drawn.numbers, rewards), devices)
-        return window, rollout._replace(metrics=rollout.metrics | drawn.metrics)
+        window = to_devices(add_step(window, numbers, rewards), devices)
+        return window, rollout._replace(metrics=rollout.metrics | metrics)
 
     return Source(sample, partial(empty_window, sampling.num_prompts, sampling.curriculum))
 

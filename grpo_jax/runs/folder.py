@@ -32,7 +32,7 @@ from grpo_jax.config import CriticConfig
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import peak_memory_mb
 from grpo_jax.errors import UsageError
-from grpo_jax.options import current_name, flattened, from_json, options_of
+from grpo_jax.options import flattened, from_json, in_current_names, options_of
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.files import (
     TEMPORARY,
@@ -503,7 +503,7 @@ def open_folder(path: Path, config: dict[str, Any], *, wandb: str = "") -> RunFo
 def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """Returns the options that change what a run computes and differ between the two configurations."""
     saved, present = _shaping(flattened(saved)), _shaping(flattened(json.loads(json.dumps(config))))  # as in the file
-    saved = {current_name(name, present, saved): value for name, value in saved.items()}
+    saved = in_current_names(saved, present)
     saved = {name: value for name, value in _ADDED_OPTIONS.items() if name in present} | saved
     return sorted(name for name in saved.keys() | present.keys() if saved.get(name) != present.get(name))
 

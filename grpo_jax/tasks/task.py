@@ -34,7 +34,7 @@ from grpo_jax.sampling.stopping import Stop, make_stop, read_token_bytes
 
 if TYPE_CHECKING:  # imported only by tasks with an environment, and by curricula
     from grpo_jax.data.episodes import Environment
-    from grpo_jax.tasks.curriculum import Drawn, Window
+    from grpo_jax.tasks.curriculum import Curriculum, Window
 
 _STEPS = 100  # the longest prompts of this many steps decide the widths for sampling
 _ALL_IN_ADVANCE = 20_000  # with more rows, most prompts are encoded when a step takes them
@@ -62,8 +62,7 @@ class Task(NamedTuple):
     # Extracts the text that rewards and votes read, of completions that are no episodes. None: they read all text
     extract_final: Callable[[Example, Completion], Completion] | None = None
     rows: str = ""  # digest of all training rows; empty if prompts are generated from the seed
-    # (window, step, bound of the solve rate) -> the prompts of a step of a curriculum. None: the task has none
-    curriculum: "Callable[[Window, int, float], Drawn] | None" = None
+    curriculum: "Curriculum | None" = None  # draws prompts by earlier rewards; None: the task cannot
     # Other rows -> the numbers of those whose prompts have room, with the prompts. None: the task is not from rows
     encode: "Callable[[Sequence[Mapping[str, Any]]], dict[int, EncodedPrompt]] | None" = None
 
@@ -219,12 +218,12 @@ def text_task(
     decoding = make_decoder(writer)
     ends = make_stop(stop, read_token_bytes(tokenizer, decoding, vocab_size, (*eos_ids, pad_id))) if stop else None
 
-    def draw(window: "Window", step: int, bound: float) -> "Drawn":
-        from grpo_jax.tasks.curriculum import Drawn, draw_by_solve_rate
+    def draw(window: "Window", step: int, bound: float) -> tuple[Prompts, np.ndarray, dict[str, float]]:
+        from grpo_jax.tasks.curriculum import draw_by_solve_rate
 
         del bound
         numbers, metrics = draw_by_solve_rate(window, size, num_prompts, rng(seed, 1, step))
-        return Drawn(numbers, padded(training, numbers), metrics)
+        return padded(training, numbers), numbers, metrics
 
     return Task(
         prompts=lambda step: padded(training, batch(step)),

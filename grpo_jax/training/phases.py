@@ -161,13 +161,13 @@ def fit(
     """
     from grpo_jax.offline.phase import check_rows, make_fit_programs, read_metrics  # runs with rewards load without it
 
-    devices, programs = devices_of(config), make_fit_programs(objective, config)
+    devices, (first_state, train_step) = devices_of(config), make_fit_programs(objective, config)
     trained, frozen = (place(part, devices) for part in split(params))
 
     def step(state: TrainState, number: int, on_dispatch: Callable[[], None]) -> tuple[TrainState, Pending]:
         batch = batches(number)
         check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
-        state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
+        state, metrics = train_step(state, to_devices(batch, devices), frozen)
         on_dispatch()
         return state, partial(read_metrics, phase, config, number + 1, metrics, batch)
 
@@ -178,7 +178,7 @@ def fit(
         LoggingConfig(config.eval_every, config.checkpoint_every, config.keep_best, config.patience),
         evaluates_end=False,
         score=_negative_loss,
-        initial_state=lambda: programs.init_state(trained),
+        initial_state=lambda: first_state(trained),
         step=step,
         devices=devices,
         start=start,

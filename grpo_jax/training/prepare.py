@@ -382,8 +382,8 @@ def rate_warning(options: RunOptions, pretrained: Pretrained) -> dict[str, str]:
       pretrained: The policy.
     """
     optimizer, count = options.train.optimizer, num_params(pretrained.config)
-    row = next(row for row in RATES if count <= row.most_params)
-    usual, kind = (row.lora, "LoRA") if options.model.lora_rank else (row.full, "full training")
+    full, lora = next(rates for most, rates in RATES.items() if count <= most)
+    usual, kind = (lora, "LoRA") if options.model.lora_rank else (full, "full training")
     rate = optimizer.learning_rate
     if usual is None or optimizer.optimizer not in OPTIMIZERS or max(rate / usual, usual / rate) < 9.99:
         return {}

@@ -98,8 +98,7 @@ class GRPOTrainer:
           **options: Options of `config.recipe` and fields of `ModelOptions`, with their defaults: steps 100,
             learning_rate 1e-6, group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … `optimizer` may
             be an optax transformation, or a function such as `optax.lion` from a schedule to one. The default
-            num_prompts (32) is lowered if there are fewer prompts, and to a multiple of minibatches, microbatches and
-            devices.
+            num_prompts (32) is lowered if there are fewer prompts, and to a multiple of minibatches and devices.
 
         Raises:
           UsageError: Arguments do not work. The message says what to change.
@@ -155,7 +154,7 @@ class GRPOTrainer:
         check_ranges(run)
         check_ranges(self._options.model)
         check_effects(self._options)
-        fitting = with_options(run, num_prompts=_pieces(run)) if self._lower_num_prompts else run
+        fitting = with_options(run, num_prompts=_divisor(run)) if self._lower_num_prompts else run
         validate(fitting, num_devices=num_shards(devices_of(run)))
         self._models = load_models(self._options.model, run, pretrained=pretrained, tokenizer=tokenizer)
 
@@ -259,20 +258,20 @@ def _settings_of(pretrained: Pretrained) -> dict[str, Any]:
     return settings | {"param_dtype": dtype, "quantize": format_of(pretrained.params)}
 
 
-def _pieces(config: GRPOConfig) -> int:
-    """Returns the number of pieces that must divide the prompts of a step."""
-    return config.optimizer.minibatches * (config.optimizer.microbatches or 1) * num_shards(devices_of(config))
+def _divisor(config: GRPOConfig) -> int:
+    """Returns the number that must divide the prompts of a step."""
+    return config.optimizer.minibatches * num_shards(devices_of(config))
 
 
 def _fitting_num_prompts(config: GRPOConfig, num_left: int) -> int:
-    """Returns the largest number of prompts for a step that the pieces divide, up to the default."""
-    pieces = _pieces(config)
-    if num_left < pieces:
+    """Returns the largest number of prompts for a step that its parts divide, up to the default."""
+    least = _divisor(config)
+    if num_left < least:
         raise UsageError(
-            f"there are {num_left} prompts for {pieces} pieces of a step (minibatches x microbatches x devices / "
-            "tensor): lower these, or give more prompts"
+            f"there are {num_left} prompts for {least} parts of a step (minibatches x devices / tensor): lower these, "
+            "or give more prompts"
         )
-    return max(min(config.sampling.num_prompts, num_left) // pieces, 1) * pieces
+    return max(min(config.sampling.num_prompts, num_left) // least, 1) * least
 
 
 # ---- checks of arguments

@@ -153,7 +153,7 @@ def trained(folder, policy, params, config=RUN, **options):
 @pytest.fixture(scope="module")
 def our_run(tmp_path_factory):
     """Trains our decoder, and returns the parameters and the rewards of the steps."""
-    assert choose_piece(4, 3, 4, 6, microbatches=0, piece_tokens=20).is_packed
+    assert choose_piece(4, 3, 4, 6, piece_tokens=20).is_packed
     params, run = trained(tmp_path_factory.mktemp("ours"), OURS, random_params(CONFIG))
     return renamed(params), [line["reward"] for line in run.lines()]
 

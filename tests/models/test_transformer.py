@@ -368,12 +368,12 @@ def group_inputs():
 CAPPED = Softmax(0.8, 1.5)
 
 
-def attention_at_once(queries, keys, values, mask, scores=Softmax()):  # noqa: B008, it is a tuple
-    """`attend` with all scores in memory."""
-    scale = 1 / np.sqrt(queries.shape[-1]) if scores.scale is None else scores.scale
+def attention_at_once(queries, keys, values, mask, softmax=Softmax()):  # noqa: B008, it is a tuple
+    """`attend` with all products in memory."""
+    scale = 1 / np.sqrt(queries.shape[-1]) if softmax.scale is None else softmax.scale
     logits = scale * jnp.einsum("nkgqse,nkgce->nkgqsc", queries, keys)
-    if scores.softcap is not None:
-        logits = scores.softcap * jnp.tanh(logits / scores.softcap)
+    if softmax.softcap is not None:
+        logits = softmax.softcap * jnp.tanh(logits / softmax.softcap)
     weights = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf))
     return jnp.einsum("nkgqsc,nkgce->nkgqse", weights, values)
 
@@ -415,11 +415,11 @@ BLOCKWISE_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("size", "mask", "scores", "options"), BLOCKWISE_CASES)
-def test_blockwise_attention_equals_attention_at_once(size, mask, scores, options):
+@pytest.mark.parametrize(("size", "mask", "softmax", "options"), BLOCKWISE_CASES)
+def test_blockwise_attention_equals_attention_at_once(size, mask, softmax, options):
     arguments = *attention_inputs(size, size + 5, (1, 2), 4), mask(size, size + 5)
-    value, grads = gradient_program(partial(attend, scores=scores, **options))(*arguments)
-    expected, expected_grads = gradient_program(partial(attention_at_once, scores=scores))(*arguments)
+    value, grads = gradient_program(partial(attend, softmax=softmax, **options))(*arguments)
+    expected, expected_grads = gradient_program(partial(attention_at_once, softmax=softmax))(*arguments)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         assert np.linalg.norm(grad - expected_grad) <= 1e-5 * np.linalg.norm(expected_grad)
@@ -440,13 +440,13 @@ def test_long_attention_needs_a_sixteenth_of_memory():
 CACHED_CASES = [(True, Softmax(), None), (False, CAPPED, None), (False, Softmax(0.8), "xla")]
 
 
-@pytest.mark.parametrize(("features_first", "scores", "implementation"), CACHED_CASES)
-def test_cached_attention_equals_attention_of_the_group(features_first, scores, implementation, assume):
+@pytest.mark.parametrize(("features_first", "softmax", "implementation"), CACHED_CASES)
+def test_cached_attention_equals_attention_of_the_group(features_first, softmax, implementation, assume):
     assume(features_first=features_first)
     (queries, keys, values), masks = group_inputs()
-    expected = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", scores))(queries, keys, values, masks)
+    expected = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", softmax))(queries, keys, values, masks)
     prompt = group_by_prompt(KeyValues(keys[:, :P_A], values[:, :P_A]))
-    attend_next = partial(attend_past, scores=scores, implementation=implementation)
+    attend_next = partial(attend_past, softmax=softmax, implementation=implementation)
     in_a_program = jax.jit(attend_next)  # traced anew for each case
     expected = np.asarray(expected)
     empty = jnp.zeros((N_A * G_A * K_A, S_A - 1, E_A))
@@ -464,13 +464,13 @@ def test_cached_attention_equals_attention_of_the_group(features_first, scores, 
 
 
 def test_fused_attention_has_the_same_values_and_gradients():
-    scores = Softmax(0.8)
+    softmax = Softmax(0.8)
     inputs, masks = group_inputs()
     weights = np.random.default_rng(1).normal(size=inputs[0].shape).astype(np.float32)
 
     def value_and_grads(kind):
         def total(inputs):
-            attended = attend_rows(*inputs, masks, (None, None), kind, scores)
+            attended = attend_rows(*inputs, masks, (None, None), kind, softmax)
             return jnp.sum(weights * attended), attended
 
         return jax.jit(jax.value_and_grad(total, has_aux=True))(inputs)

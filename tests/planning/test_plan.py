@@ -49,15 +49,15 @@ def test_less_memory_shrinks_pieces_before_enabling_remat():
 
 def test_what_is_given_is_not_planned():
     small = limit_for(16_384, "layer") // 4
-    fixed = choose(MID, SHAPE._replace(microbatches=2), small, remat="none")
-    assert (fixed.options, fixed.shape.num_pieces, fixed.fits) == ({"remat": "none"}, 2, False)
+    fixed = choose(MID, SHAPE._replace(piece_tokens=2048), small, remat="none")
+    assert (fixed.options, fixed.shape.num_pieces, fixed.fits) == ({"piece_tokens": 2048, "remat": "none"}, 2, False)
     smaller = choose(MID, SHAPE._replace(piece_tokens=512), small, remat="layer")
     assert smaller.options == {"piece_tokens": 512, "remat": "layer"}
 
 
 def test_where_nothing_fits_the_sentence_names_what_would():
     held = estimate(MID, SHAPE).held
-    with refused("needs about 1.1 GiB of 0.78 .*lora_rank 16, p.*fsdp 2 on 2 times .*microbatches and remat"):
+    with refused("needs about 1.1 GiB of 0.78 .*lora_rank 16, p.*fsdp 2 on 2 times .*piece_tokens and remat"):
         choose(MID, SHAPE, int(1.1 * held))
     for minibatches in (1, 4):  # no way out has fewer prompts than minibatches
         with refused("a smaller model, or fewer"):
@@ -86,7 +86,7 @@ def test_run_shape_follows_the_options():
 
 def test_a_plan_is_one_line():
     assert str(choose(MID, SHAPE._replace(traits=CPU), 23 * 10**9)) == (
-        "plan: 8 microbatches, remat none: about 1.3 of 21 GiB"
+        "plan: 8 pieces, remat none: about 1.3 of 21 GiB"
     )
 
 

@@ -190,10 +190,10 @@ def phase_step(objective: FitObjective, start, batch, config: SupervisedConfig):
     devices = devices_of(config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phase, "make_optimizer", lambda *_, **__: recorder(1))
-        programs = make_fit_programs(objective, config)
+        initial_state, train_step = make_fit_programs(objective, config)
     trained, frozen = (place(part, devices) for part in split(start))
-    state = place(programs.init_state(trained), devices)
-    state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
+    state = place(initial_state(trained), devices)
+    state, metrics = train_step(state, to_devices(batch, devices), frozen)
     return to_numpy((state.opt_state.gradients, metrics))
 
 

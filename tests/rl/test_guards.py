@@ -219,7 +219,7 @@ def test_equal_sums_warn_unless_what_is_compared_differs(changes, compares, shar
     ones = [[1, 1], [1, 1]]
     graded = graded_parts(ones, [[[1, 0], [0, 1]]] * 2, a=[[0, 1]] * 2, b=[[2, 1]] * 2, c=ones)
     rewards = to_rewards({name: Component(None, weight) for name, weight in {"a": 1.0, "b": 1.0, "c": 0.0}.items()})
-    grading = make_grading(TASK, rewards, with_options(RUN, **changes), compares=compares)
-    report = grading.report(Rollout(None, None, graded), 1)
-    assert report.metrics["zero_spread_share"] == share
-    assert ("spread" in report.warnings) == (compares and share == 1)
+    _, report = make_grading(TASK, rewards, with_options(RUN, **changes), compares=compares)
+    reported = report(Rollout(None, None, graded), 1)
+    assert reported.metrics["zero_spread_share"] == share
+    assert ("spread" in reported.warnings) == (compares and share == 1)

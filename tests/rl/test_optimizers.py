@@ -67,11 +67,11 @@ def start_of(name: str) -> Any:
 
 def taken(config: SupervisedConfig, start: Any, batches: list[Rows]) -> tuple[Any, list[dict[str, Any]]]:
     """Returns the trained parameters after a step on each batch, and the metrics of the steps."""
-    devices, programs = devices_of(config), make_fit_programs(OBJECTIVE, config)
+    devices, (initial_state, train_step) = devices_of(config), make_fit_programs(OBJECTIVE, config)
     trained, frozen = (place(part, devices) for part in split(start))
-    state, lines = place(programs.init_state(trained), devices), []
+    state, lines = place(initial_state(trained), devices), []
     for batch in batches:
-        state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
+        state, metrics = train_step(state, to_devices(batch, devices), frozen)
         lines.append(to_numpy(metrics))
     return to_numpy(state.params), lines
 

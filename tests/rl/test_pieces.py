@@ -52,7 +52,7 @@ def a_batch() -> Batch:
 
 def num_pieces(prompts, tokens):
     """The number of pieces of up to 1,024 tokens, for prompts with one completion each."""
-    pieces, rest = divmod(prompts, cut.choose_piece(prompts, 0, 1, tokens, microbatches=0, piece_tokens=1_024).rows)
+    pieces, rest = divmod(prompts, cut.choose_piece(prompts, 0, 1, tokens, piece_tokens=1_024).rows)
     assert not rest
     return pieces
 
@@ -82,22 +82,20 @@ ROW_SHAPES = [
 @pytest.mark.parametrize(("prompts", "expected"), ROW_SHAPES)
 def test_the_shape_of_rows_by_hand(prompts, expected):
     """With pieces of about 768 tokens. Without padding, packing may cost 12% more tokens at most."""
-    shape = cut.choose_piece(*prompts, microbatches=0, piece_tokens=CPU.piece_tokens)
+    shape = cut.choose_piece(*prompts, piece_tokens=CPU.piece_tokens)
     assert ((shape.width, shape.rows) if shape.is_packed else None) == expected
 
 
 PIECES = [
-    ({}, cut.PieceShape(8, 1, 128, True)),
-    ({"piece_tokens": 512}, cut.PieceShape(4, 1, 128, True)),
-    ({"microbatches": 2}, cut.PieceShape(2, 8, 128)),
-    ({"piece_tokens": 5_000}, cut.PieceShape(4, 8, 128)),
+    (1_024, cut.PieceShape(8, 1, 128, True)),
+    (512, cut.PieceShape(4, 1, 128, True)),
+    (5_000, cut.PieceShape(4, 8, 128)),
 ]
 
 
-@pytest.mark.parametrize(("changes", "expected"), PIECES)
-def test_pieces_are_packed_unless_their_number_is_given(changes, expected):
-    options = {"microbatches": 0, "piece_tokens": 1_024} | changes
-    assert cut.choose_piece(4, 16, 8, 128, **options) == expected
+@pytest.mark.parametrize(("piece_tokens", "expected"), PIECES)
+def test_batches_of_several_pieces_are_packed(piece_tokens, expected):
+    assert cut.choose_piece(4, 16, 8, 128, piece_tokens=piece_tokens) == expected
 
 
 def test_widths_minimise_padding_and_skip_small_savings():
@@ -220,7 +218,7 @@ def pieces_of(kind, method, batch):
         return cut.packed(cut.lengths_of(batch.completion_mask), 8, 2)
     if kind == NARROW:
         return cut.by_prompts(N, N, cut.Sorting(jnp.sum(batch.prompt.mask, axis=-1), (24, P), (1, 1)))
-    return cut.choose_pieces(batch, microbatches=0, piece_tokens=40)
+    return cut.choose_pieces(batch, piece_tokens=40)
 
 
 def whole_vocabulary():

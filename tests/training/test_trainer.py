@@ -313,7 +313,7 @@ BAD_OPTIONS = [
     ({"output_dir": "run"}, "output_dir is called run_dir here"),
     (
         {"gradient_accumulation_steps": 4},
-        "called num_prompts here .it multiplies a batch, and microbatches only divide",
+        "called num_prompts here .it multiplies a batch, and pieces only divide",
     ),
     ({"options": {}}, "no option options"),
     ({"steps": "2"}, "steps is '2'"),

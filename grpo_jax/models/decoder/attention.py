@@ -179,8 +179,8 @@ def attend_rows(
     """
     n, m, k, q, e = queries.shape
     width, size = masks[0].shape[-1], masks[1].shape[-2]
-    prompt_queries, part_queries = jnp.split(queries, [width], axis=1)
-    in_prompt, in_parts = zip(*(jnp.split(x, [width], axis=1) for x in (keys, values)), strict=True)
+    prompt_queries, segment_queries = jnp.split(queries, [width], axis=1)
+    in_prompt, in_segments = zip(*(jnp.split(x, [width], axis=1) for x in (keys, values)), strict=True)
     shared = [x.swapaxes(1, 2)[:, :, None] for x in in_prompt]  # [N, K, 1, P, E]
     attended = []
 
@@ -198,8 +198,10 @@ def attend_rows(
         states = core(prompt_queries, *shared, masks[0], prefix=0, reach=reaches[0])
         attended.append(states[:, :, 0].transpose(0, 3, 1, 2, 4))
     if size:
-        part_queries = part_queries.reshape(n, -1, size, k, q, e).transpose(0, 3, 1, 4, 2, 5)
-        states = core(part_queries, *map(behind_prompt, shared, in_parts), masks[1], prefix=width, reach=reaches[1])
+        segment_queries = segment_queries.reshape(n, -1, size, k, q, e).transpose(0, 3, 1, 4, 2, 5)
+        states = core(
+            segment_queries, *map(behind_prompt, shared, in_segments), masks[1], prefix=width, reach=reaches[1]
+        )
         attended.append(states.transpose(0, 2, 4, 1, 3, 5).reshape(n, m - width, k, q, e))
     return jnp.concatenate(attended, axis=1)
 

@@ -240,12 +240,11 @@ class PieceShape(NamedTuple):
     is_packed: bool = False
 
 
-def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int, packs: bool = True) -> Pieces:
+def choose_pieces(batch: Any, *, piece_tokens: int, packs: bool = True) -> Pieces:
     """Returns the pieces in which one device computes its rows of a batch.
 
     Args:
       batch: N prompts with their completions. A piece has the least of their widths that fits its longest prompt.
-      microbatches: The number of pieces of whole prompts. 0: `piece_tokens` decides.
       piece_tokens: The largest number of tokens of a piece. 0: the backend decides.
       packs: False to pack no completions. Default: they are packed if that saves work.
     """
@@ -254,9 +253,7 @@ def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int, packs: bo
         group_size, tokens = 1, group_size * tokens  # a single completion of a prompt is never packed
     local, prompt, group_tokens = num_prompts // batch_shards(), batch.prompt.width, group_size * tokens
     piece_tokens = piece_tokens or traits_of_backend().piece_tokens
-    choose = partial(
-        choose_piece, group_size=group_size, tokens=tokens, microbatches=microbatches, piece_tokens=piece_tokens
-    )
+    choose = partial(choose_piece, group_size=group_size, tokens=tokens, piece_tokens=piece_tokens)
     widths = useful_widths(batch.prompt.widths.pieces, prompt, group_tokens)
     piece = choose(local, prompt)
     if len(widths) == 1 or (piece.rows == local and not piece.is_packed):
@@ -265,7 +262,7 @@ def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int, packs: bo
         # Most prompts are short, so the narrowest width decides whether completions are packed.
         piece = choose(local, widths[0])
         row = piece.width * piece.texts
-        fitting = (piece.rows if microbatches else max(1, piece_tokens // (width + row)) for width in widths)
+        fitting = (max(1, piece_tokens // (width + row)) for width in widths)
         lengths = jnp.sum(batch.prompt.mask, axis=-1, dtype=jnp.int32)
         sorting = Sorting(lengths, widths, tuple(min(rows, local) for rows in fitting))
     if piece.is_packed:
@@ -273,10 +270,8 @@ def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int, packs: bo
     return by_prompts(num_prompts, local // piece.rows, sorting)
 
 
-def choose_piece(
-    num_prompts: int, prompt: int, group_size: int, tokens: int, *, microbatches: int, piece_tokens: int
-) -> PieceShape:
-    """Chooses the shape of the pieces in which a batch is computed.
+def choose_piece(num_prompts: int, prompt: int, group_size: int, tokens: int, *, piece_tokens: int) -> PieceShape:
+    """Chooses the shape of the pieces in which a batch is computed. Completions are packed if that saves work.
 
     One prompt stays whole, and so does a batch of up to two pieces: split in two, batches of 1,500 and 1,800 tokens
     took up to a quarter longer.
@@ -286,14 +281,10 @@ def choose_piece(
       prompt: Tokens of a prompt, P.
       group_size: Completions of a prompt, G.
       tokens: Tokens of a completion, T.
-      microbatches: The number of pieces of whole prompts. 0: `piece_tokens` decides, and completions are packed if that
-        saves work.
       piece_tokens: The largest number of tokens of a piece, padding included. One prompt with its completions may
         exceed it.
     """
     whole = prompt + group_size * tokens
-    if microbatches:
-        return PieceShape(-(-num_prompts // microbatches), group_size, tokens)
     if num_prompts == 1 or num_prompts * whole <= 2 * piece_tokens:
         return PieceShape(num_prompts, group_size, tokens)
     most = _MAX_LONG_TOGETHER if tokens >= _LONG else _MAX_TOGETHER
