@@ -74,7 +74,7 @@ def additions(model: Pretrained, config: GRPOConfig) -> Task:
         seed=config.seed,
         reward=RIGHT,
         template=EXAMPLES + "{question}",
-        stop=config.sampling.stop,
+        stop=("\n",),
         heldout_rows=heldout[:NUM_HELDOUT],
     )
 
@@ -102,7 +102,7 @@ STUDIES = {
     ),
     "sums": Study(
         QUESTIONS["sums"],
-        {"num_prompts": 8, "group_size": 8, "max_tokens": 5, "stop": ("\n",), "learning_rate": 1e-6, "eval_samples": 4},
+        {"num_prompts": 8, "group_size": 8, "max_tokens": 5, "learning_rate": 1e-6, "eval_samples": 4},
         steps=16,
         make_task=additions,
         reward=RIGHT,

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from experiments import plots
+from experiments.new_models import describe_new_model
 from experiments.tasks.characters import Characters
 from grpo_jax import hosts, report
 from grpo_jax.commands import flags
@@ -21,7 +22,6 @@ from grpo_jax.data.packing import Packed
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.decoder.transformer import Params
-from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective
@@ -60,7 +60,7 @@ def open_experiment(
 
 def keep_model(run: RunFolder, config: ModelConfig, text: Characters) -> None:
     """Writes a model's configuration and its character tokenizer into the run's model/."""
-    save_description(run.path / "model", config)
+    describe_new_model(run.path / "model", config)
     text.save_tokenizer(run.path / "model")
 
 

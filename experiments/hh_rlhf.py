@@ -72,12 +72,7 @@ from grpo_jax.commands.offline import encoding, judging
 from grpo_jax.commands.reward_model import answer_lengths
 from grpo_jax.config import PPO, CriticConfig, GRPOConfig, ModelOptions, with_options
 from grpo_jax.data.packing import Packed, packed_batches, packed_pieces
-from grpo_jax.data.preferences import (
-    EncodedPairs,
-    Preference,
-    encode_preferences,
-    read_preferences,
-)
+from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences
 from grpo_jax.data.types import Component, Reward
 from grpo_jax.devices import devices_of, place
 from grpo_jax.errors import UsageError

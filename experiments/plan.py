@@ -44,17 +44,7 @@ from grpo_jax.models.params import sharding
 from grpo_jax.models.params.tree import Quantize
 from grpo_jax.models.policy import suits_cudnn
 from grpo_jax.options import Count, Size, Weight, check_ranges
-from grpo_jax.planning.memory import (
-    GB,
-    GIB,
-    Estimate,
-    Plan,
-    Shape,
-    choose,
-    count_shards,
-    estimate,
-    num_params,
-)
+from grpo_jax.planning.memory import GB, GIB, Estimate, Plan, Shape, choose, count_shards, estimate, num_params
 
 
 class Device(NamedTuple):

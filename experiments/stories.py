@@ -32,8 +32,9 @@ from grpo_jax.rl.evaluate import Evaluation, Samples
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs.pretrained import keep_description
+from grpo_jax.scoring import score_completion_tokens
 from grpo_jax.statistics import cell
-from grpo_jax.step import Batch, score_completion_tokens
+from grpo_jax.step import Batch
 from grpo_jax.training.phases import train_with_control
 from grpo_jax.training.prepare import load_model
 

@@ -45,16 +45,16 @@ from grpo_jax.models.params.tree import split
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.options import options_of
 from grpo_jax.rewards.reward import to_rewards
-from grpo_jax.rl.grade import decode_groups, grade_completions
+from grpo_jax.rl.grade import decode_groups, grade_completions, has_spread
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import SAMPLING, Graded, noise_of
 from grpo_jax.rl.update import optimizer_step
 from grpo_jax.runs.progress import use_cache
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.step import Array, Batch, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Array, Batch
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.prepare import load_model
 

@@ -17,7 +17,6 @@ from grpo_jax.options import (
     Bound,
     Config,
     Count,
-    Escaped,
     Fraction,
     Positive,
     Range,
@@ -31,7 +30,6 @@ from grpo_jax.options import (
     options_of,
     replace_options,
 )
-from grpo_jax.presets import check_objective, name_preset, preset_inputs, preset_of
 from grpo_jax.rewards.worker import digest_of_source, look_up_once
 
 if TYPE_CHECKING:
@@ -245,9 +243,6 @@ class DecodingConfig:
     """Sample from the fewest likeliest tokens whose probabilities add up to this; 1: all."""
     min_p: Fraction = 0.0
     """Sample from tokens with at least this share of the largest probability; 0: all."""
-    stop: tuple[Escaped, ...] = ()
-    """Texts that end a completion or turn. Rewards read the text before. On the command line `\\n` is a line break,
-    `\\\\` a backslash."""
 
     @property
     def limits_tokens(self) -> bool:
@@ -329,8 +324,8 @@ class LossConfig:
     """KL in the loss: the preset's, of sampled tokens, or of the whole vocabulary, KL(π ‖ π_ref) (full) or KL(π_ref ‖
     π) (reverse)."""
     kl_target: Positive | None = None
-    """KL of a completion, in nats, that kl_coef is adapted to reach (6 in 1909.08593), by at most a fifth in 10,000
-    completions. Needs kl_in_reward. None: kl_coef is constant."""
+    """KL of a completion, in nats, that kl_coef is adapted to reach (6 in 1909.08593). Needs kl_in_reward. None:
+    kl_coef is constant."""
     ref_sync_steps: Count = 0
     """Steps after which the reference moves to the policy, as in the iterations of GRPO's paper. 0: it never moves."""
     ref_mixup_alpha: Share = 1.0
@@ -371,6 +366,28 @@ class LossConfig:
         except ValueError:
             raise UsageError(f"constant is {' '.join(self.constant)}: write NAME=NUMBER, as tau_positive=2") from None
         return {name: int(number) if number.is_integer() else number for name, number in numbers.items()}
+
+
+def preset_of(name: str) -> Objective:
+    """Returns a preset by its name: a published one, or an `Objective` of the user's.
+
+    Raises:
+      UsageError: There is no such preset. The message lists the closest names, or says why it cannot be loaded.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    from grpo_jax.presets import own_preset  # loaded only for presets that are not published
+
+    return own_preset(name)
+
+
+def name_preset(preset: Any) -> Any:
+    """Returns the name of a preset. That of an `Objective` holds it, for `preset_of`."""
+    if not isinstance(preset, Objective):
+        return preset
+    from grpo_jax.presets import OwnPreset
+
+    return OwnPreset.of(preset)
 
 
 def constant_names(preset: str) -> set[str]:
@@ -537,7 +554,10 @@ class GRPOConfig(PhaseConfig):
     @property
     def sources(self) -> dict[str, str]:
         """Digests of the user's files that options name, by their descriptions."""
-        return preset_inputs(self.loss.preset) | optimizer_source(self.optimizer)
+        preset, named = self.loss.preset, {}
+        if ":" in preset and (digest := digest_of_source(preset)):
+            named = {"source of the preset": digest}
+        return named | optimizer_source(self.optimizer)
 
     @property
     def has_critic(self) -> bool:
@@ -762,6 +782,34 @@ def check_effects(options: Any) -> None:
             raise UsageError(f"{name} has no effect on an optax transformation, which has its own rate: leave it out")
 
 
+def check_top_k(options: Any, vocab_size: int) -> None:
+    """Raises if options take more of the likeliest tokens than the model has.
+
+    Args:
+      options: A dataclass whose fields are options or dataclasses of options.
+      vocab_size: The number of tokens of the model.
+
+    Raises:
+      UsageError: There are fewer tokens. The message names the option.
+    """
+    values = options_of(options)
+    for name, most in (("top_k", vocab_size), ("distillation_top_k", vocab_size - 1)):
+        if values.get(name, 0) > most:
+            raise UsageError(
+                f"{name} is {values[name]}, but the model has {vocab_size} tokens: set it below that, or to 0 for all"
+            )
+
+
+def check_control(config: GRPOConfig) -> None:
+    """Raises if a control would learn from anything other than its random rewards.
+
+    Raises:
+      UsageError: There is a teacher.
+    """
+    if config.frozen_models:
+        raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
+
+
 def check_models(config: GRPOConfig, roles: Collection[str]) -> None:
     """Raises if options need a frozen model that is not loaded.
 
@@ -796,6 +844,8 @@ def _constants(loss: LossConfig, config: GRPOConfig) -> Iterator[str]:
         if not FLOAT32.contains(value) or (value < 0 and loss.preset in PRESETS):
             yield f"{name} is {value}: it must be at least 0, and {FLOAT32.words}"
     if loss.preset not in PRESETS or loss.constants:
+        from grpo_jax.presets import check_objective
+
         size = max(config.sampling.group_size, published.min_group_size if config.has_critic else 1)
         for reason in check_objective(loss.objective, size):
             yield f"preset {loss.preset} cannot be used: {reason}"

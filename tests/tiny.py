@@ -14,13 +14,13 @@ import numpy as np
 import optax
 import pytest
 
+from experiments.new_models import save_new_model
 from grpo_jax.data.prompts import Prompts, pad_prompts
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.files.families import config_from_huggingface
 from grpo_jax.models.files.weights import load_params, read_json
-from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.params.lora import TARGETS, add_adapters
 from grpo_jax.models.params.tree import Adapted
 from grpo_jax.models.policy import Policy, decoder_policy
@@ -256,7 +256,7 @@ def recorder(updates: int, rate: float = 0.1, step=None) -> optax.GradientTransf
 def save_tiny_model(folder: Path, text: Any, **changes: Any) -> Path:
     """Saves a random model of one layer and a tokenizer of characters, and returns the folder. `changes` are fields."""
     config = tiny_config(**{"vocab_size": text.vocab_size} | changes)
-    save_pretrained(folder, random_params(config), config)
+    save_new_model(folder, random_params(config), config)
     text.save_tokenizer(folder)
     return folder
 

@@ -28,7 +28,7 @@ import yaml
 from rich.console import Console
 
 from grpo_jax import functional, hosts
-from grpo_jax.config import BEST_CORRECTION, check_effects, with_options
+from grpo_jax.config import BEST_CORRECTION, check_effects, preset_of, with_options
 from grpo_jax.data.types import wrapped_functions
 from grpo_jax.devices import COMPILING
 from grpo_jax.errors import Interruption, UsageError, flush_output, lacking, open_nowhere, reading, user_path
@@ -47,7 +47,6 @@ from grpo_jax.options import (
     replace_options,
     unique_names,
 )
-from grpo_jax.presets import preset_of
 from grpo_jax.runs import progress, runner
 from grpo_jax.runs.files import COMMAND
 from grpo_jax.runs.folder import RunFolder, choose_folder, open_folder, options_of_run

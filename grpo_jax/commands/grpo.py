@@ -23,9 +23,8 @@ from pathlib import Path
 from grpo_jax import report
 from grpo_jax.commands import flags
 from grpo_jax.commands.train import RUN_DIR, Method
-from grpo_jax.config import EngineOptions, GRPOConfig, recipe, validate
+from grpo_jax.config import EngineOptions, GRPOConfig, check_control, recipe, validate
 from grpo_jax.devices import devices_of, num_shards
-from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.rl.guards import check_task
 from grpo_jax.runs.files import import_wandb
@@ -77,8 +76,8 @@ def main(options: Config) -> None:
     check_task_options(options.task)
     if options.output.wandb:
         import_wandb()  # before the weights are loaded
-    if options.control and config.frozen_models:
-        raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
+    if options.control:
+        check_control(config)
     models = load_models(options.model, config, weights=not options.dry_run)
     with task_of(options, models["policy"]) as task:
         if options.dry_run:
@@ -117,5 +116,5 @@ def task_of(options: Config, pretrained: Pretrained) -> AbstractContextManager[T
         group_size=sampling.group_size,
         seed=options.train.seed,
         has_levels=sampling.curriculum > 0,
-        **prompt_options(options.model, sampling, pretrained),
+        **prompt_options(options, sampling, pretrained),
     )

@@ -22,7 +22,7 @@ from grpo_jax.models.config import Dtype
 from grpo_jax.models.files.weights import read_json
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.policy import resolve_dtype
-from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
+from grpo_jax.options import Escaped, Size, check_type, flattened, from_json, option_types, options_of
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.runs.pretrained import Step, load_run, phase_of
@@ -33,7 +33,7 @@ from grpo_jax.training.prepare import prompt_options, try_rewards
 
 # Options whose defaults come from the run, with any task
 _DECODING = options_of(DecodingConfig()).keys()
-_PROMPTING = ("template", "chat", "system", "chat_template_kwargs")
+_PROMPTING = ("template", "chat", "system", "chat_template_kwargs", "stop")
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ class SamplingOptions(TaskOptions, DecodingConfig):
     """Folder of a model or of a run, or an id on the hub."""
     max_tokens: Size = 256
     """Longest completion, in tokens."""
+    stop: tuple[Escaped, ...] = ()
+    """Texts that end a completion or turn. Rewards read the text before. On the command line `\\n` is a line break,
+    `\\\\` a backslash."""
     max_prompt_tokens: int | None = None
     """Longest prompt, in tokens; None: what max_tokens leaves of the length that the model was trained on."""
     overlong: Overlong = "drop"

@@ -40,8 +40,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Size
 from grpo_jax.rewards.reward import RewardSums
-from grpo_jax.rl.grade import decode_groups, grade_completions, readable_group
-from grpo_jax.rl.guards import has_spread
+from grpo_jax.rl.grade import decode_groups, grade_completions, has_spread, readable_group
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Graded, noise_of

@@ -23,19 +23,11 @@ import numpy as np
 from grpo_jax.commands import flags
 from grpo_jax.commands.offline import Job, PairOptions, Values, encoding, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
-from grpo_jax.config import ModelOptions, TeacherConfig, check_warmup, with_options
+from grpo_jax.config import ModelOptions, TeacherConfig, check_top_k, check_warmup, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
 from grpo_jax.data.rows import Row, completion_text, is_plain_answer, read_messages, read_rows, text_column
-from grpo_jax.data.text import (
-    Answers,
-    Encoded,
-    answer_conversation,
-    answer_prompts,
-    ending_id,
-    fit_answers,
-    uses_chat,
-)
+from grpo_jax.data.text import Answers, Encoded, answer_conversation, answer_prompts, ending_id, fit_answers, uses_chat
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings
 from grpo_jax.errors import UsageError
@@ -48,7 +40,6 @@ from grpo_jax.offline.phase import SupervisedConfig, check_rows
 from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.options import Seed, Size, Weight
 from grpo_jax.rl.guards import length_warning
-from grpo_jax.step import check_top_k
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import encode_rows, padding_id
 from grpo_jax.training.prepare import load_frozen, load_model
@@ -146,7 +137,7 @@ def add_divergence(job: Job, role: str, name: str, width: int, heldout: Callable
       heldout: Returns the held-out texts.
     """
     config, policy, devices = job.config, decoder_policy(job.model.config), devices_of(job.config.train)
-    check_top_k(config.divergence.divergence, job.model.config.vocab_size)
+    check_top_k(config, job.model.config.vocab_size)
     other = load_frozen(role, name, config.model, job.model, sharding=load_shardings(devices))
     other = for_texts(other, width)
     compared = policy, decoder_policy(other.config), config.divergence.divergence

@@ -76,7 +76,7 @@ class Completion(str):
     ) -> "Completion":
         self = super().__new__(cls, text)
         self.ids, self.truncated, self.ending, self._turns = tuple(ids), truncated, ending, tuple(turns)
-        self.stopped = stopped
+        self.stopped = turns[-1].action.stopped if turns else stopped
         return self
 
     @property

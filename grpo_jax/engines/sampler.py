@@ -26,7 +26,8 @@ from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.episodes import Turns, play
 from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.step import Batch, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
 
 _SCORED_WIDTH = 64  # texts are padded to multiples, so that few programs are compiled
@@ -47,7 +48,7 @@ def sampler_of(
     Raises:
       UsageError: No engine answers, or an engine does not support the run.
     """
-    _check(pretrained, task, config)
+    _check(pretrained, task)
     policy, devices = decoder_policy(pretrained.config), sampling_devices(config)
     sampling, max_tokens = config.sampling, config.sampling.max_tokens
     limits = {"top_k": sampling.top_k or -1, "top_p": sampling.top_p, "min_p": sampling.min_p}
@@ -90,7 +91,7 @@ def sampler_of(
                         seed=seed_of(noise, numbers[i, j], number),
                         max_tokens=max_tokens - int(out.completion_mask[i, j].sum()),
                         eos_ids=task.eos_ids,
-                        stop=sampling.stop,
+                        stop=task.stop.texts if task.stop else (),
                         limits=limits,
                     ),
                 )
@@ -185,13 +186,12 @@ def append(
         arrays.completion_mask[tokens], arrays.sampler_logprobs[tokens] = True, logprobs
 
 
-def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
+def _check(pretrained: Pretrained, task: Task) -> None:
     """Checks that an engine supports the run, before the first request."""
     check_full_precision(
         pretrained.params, "an engine samples with the original weights, so leave out quantize, or leave out engine"
     )
-    sampling = config.sampling
-    if task.stop and task.stop.strips and any(text.startswith(" ") for text in sampling.stop):
+    if task.stop and task.stop.strips and any(text.startswith(" ") for text in task.stop.texts):
         raise UsageError(
             "a stop text begins with a space, which the model's tokenizer drops at the beginning of a text and servers "
             "keep: leave out the space, or leave out engine"

@@ -17,7 +17,8 @@ from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.sampling.sampler import Completions, keep_support, limit_logits, limits_of
-from grpo_jax.step import Batch, states_of
+from grpo_jax.scoring import states_of
+from grpo_jax.step import Batch
 
 _AT_ONCE = 128  # tokens whose logits are held
 _SLACK = 0.1  # of the rounding, in the limits that decide if a token is at the border

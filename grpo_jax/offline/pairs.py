@@ -34,8 +34,9 @@ from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.offline.phase import FitObjective, row_scorer
+from grpo_jax.scoring import score_completion_tokens
 from grpo_jax.statistics import Calibration, Interval, bootstrap, calibration
-from grpo_jax.step import Array, Batch, Logs, score_completion_tokens
+from grpo_jax.step import Array, Batch, Logs
 
 
 class PairBatch(NamedTuple):

@@ -27,8 +27,9 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.params.tree import join
 from grpo_jax.models.rows.pieces import Pieces, by_prompts, computed_in_pieces
+from grpo_jax.optimizer import learning_rate_schedule, logged_rate, make_optimizer
 from grpo_jax.options import Size, check_ranges
-from grpo_jax.step import Logs, TrainState, init_state, learning_rate_schedule, logged_rate, make_optimizer, train_step
+from grpo_jax.step import Logs, TrainState, init_state, train_step
 
 _MAX_SKIPPED = 5  # steps in a row without finite gradients
 
@@ -104,7 +105,7 @@ def make_fit_programs(
         return map_rows(map_piece, devices)(params, batch)
 
     def step(state: TrainState, batch: Any, frozen: Any):
-        rate = logged_rate(config, learning_rate, state)
+        rate = logged_rate(config, learning_rate, state.opt_state)
         if objective.prepare is not None:
             batch = objective.prepare(join(state.params, frozen), batch, map_pieces)
         state, metrics = train_step(

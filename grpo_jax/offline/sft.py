@@ -14,7 +14,8 @@ from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rows.geometry import rows_of_texts
 from grpo_jax.offline.phase import FitObjective, row_scorer
-from grpo_jax.step import Batch, Logs, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch, Logs
 
 
 def sft_objective(policy: Policy) -> FitObjective:

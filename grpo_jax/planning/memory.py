@@ -50,7 +50,7 @@ from grpo_jax.models.params.tree import TARGETS, Quantize, Target
 from grpo_jax.models.policy import suits_cudnn
 from grpo_jax.models.rows.geometry import slots_of
 from grpo_jax.models.rows.pieces import PieceShape, choose_piece
-from grpo_jax.step import make_optimizer
+from grpo_jax.optimizer import make_optimizer
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -81,9 +81,8 @@ class Shape(NamedTuple):
     quantize: Quantize = "none"  # format of the decoder's frozen projections
     critic: Literal["none", "own", "shared"] = "none"
     scorer: ModelConfig | None = None  # a frozen model that scores rollouts, with parameters of the activations' dtype
-    output_bytes: int = 0  # bytes of the scorer's outputs for a token of a rollout
     process_bytes: int = 0  # the device's part of what the process takes in addition to arrays, if they share memory
-    support_bytes: int = 0  # bytes of the supports of a token of a rollout, in all rollouts that are kept
+    token_bytes: int = 0  # bytes kept for a token: supports, in all rollouts that are kept, and the scorer's outputs
     optimizer: Any = "adamw"  # as `load_optimizer` returns it
     copies: int = 1  # copies of trained parameters: the start, and a reference that moves
     fsdp: int = 1
@@ -126,8 +125,8 @@ class Estimate(NamedTuple):
     params: int  # parameters of the decoder, adapters and a critic
     optimizer: int  # the optimizer's state, such as the two moments of AdamW
     start: int  # the initial trained parameters, for the reference; and a reference that moves
-    scorer: int  # the parameters of a model that scores rollouts, and its outputs for one rollout
-    support: int  # the tokens that each token was sampled from, for training on supports
+    scorer: int  # the parameters of a model that scores rollouts
+    rollout: int  # the tokens that each token was sampled from, for training on supports; and outputs of the scorer
     decoding: int  # a copy of the layers, laid out for decoding, and the unembedding if it is cast
     cache: int  # keys and values of prompts and completions, or the states and convolution inputs of delta nets
     choosing: int  # prompts' pass, logits of one token of each completion, or part of a previous cache; and a workspace
@@ -140,7 +139,7 @@ class Estimate(NamedTuple):
     @property
     def held(self) -> int:
         """The bytes that stay on the device between programs."""
-        return self.params + self.optimizer + self.start + self.scorer + self.support
+        return self.params + self.optimizer + self.start + self.scorer + self.rollout
 
     @property
     def sampling(self) -> int:
@@ -189,7 +188,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         optimizer=_optimizer_state(replace(model, remat="none"), shape._replace(piece_tokens=0)),
         start=shape.copies * trained,
         scorer=_scorer(model, shape),
-        support=shape.support_bytes * rows * shape.max_tokens,
+        rollout=shape.token_bytes * rows * shape.max_tokens,
         decoding=_decoding(model, shape),
         cache=keys_and_values + rows * len(model.delta_layers) * FLOAT32 * _state(model),
         choosing=max(prefill, logits, previous) + workspace,
@@ -431,11 +430,8 @@ def _logits(model: ModelConfig, shape: Shape) -> int:
 
 
 def _scorer(model: ModelConfig, shape: Shape) -> int:
-    """Returns the bytes of the parameters and outputs of a model that scores rollouts."""
-    if shape.scorer is None:
-        return 0
-    params = BYTES[model.dtype] * size_on_device(param_shapes(shape.scorer), shape.mesh)
-    return params + shape.output_bytes * shape.num_prompts * shape.group_size * shape.max_tokens
+    """Returns the bytes of the parameters of a model that scores rollouts."""
+    return BYTES[model.dtype] * size_on_device(param_shapes(shape.scorer), shape.mesh) if shape.scorer else 0
 
 
 # ---- the plan
@@ -498,7 +494,7 @@ def shape_of(
         max_tokens=run.sampling.completion_width,
         piece_tokens=run.piece_tokens,
         critic=run.critic.critic,
-        support_bytes=FLOAT32 * run.sampling.kept_tokens * (1 + run.sampling.staleness),
+        token_bytes=FLOAT32 * run.sampling.kept_tokens * (1 + run.sampling.staleness),
         optimizer=load_optimizer(run.optimizer.optimizer),
         copies=1 + (run.loss.ref_sync_steps > 0),
         process_bytes=_PROCESS // devices if traits.backend == "cpu" else 0,

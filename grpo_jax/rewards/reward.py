@@ -27,7 +27,6 @@ from grpo_jax.data import coroutines
 from grpo_jax.data.types import LARGEST_REWARD, Checked, Completion, Component, Example, Reward
 from grpo_jax.errors import UsageError
 from grpo_jax.options import check_type
-from grpo_jax.rewards import builtin
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rewards.worker import BadReward, checked_rewards
 
@@ -256,6 +255,8 @@ def parse_reward(text: str) -> Spec:
                 f"there is no built-in reward {function!r}: take one of {', '.join(_BUILTIN)}, or name your own as "
                 "file.py:function"
             )
+        from grpo_jax.rewards import builtin  # loaded only for built-in rewards
+
         hints = get_type_hints(getattr(builtin, function))
         for argument, value in (arguments or {}).items():
             check_type(f"{argument} of the reward {text!r}", value, hints.get(argument, Any))

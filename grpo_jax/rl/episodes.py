@@ -84,7 +84,7 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
             "this model cannot append the replies of an environment to its cache: leave out the environment, or add "
             "decoder to its Policy"
         )
-    common: Any = {"max_tokens": sampling.max_tokens, "eos_ids": task.eos_ids, "stop": task.stop}
+    common: Any = {"max_tokens": sampling.max_tokens, **task.ends}
 
     def begin_rows(shared: tuple[Params, Array], prompt: PromptTokens, numbers: Array, temperature: Array) -> Episodes:
         params, noise = shared
@@ -250,12 +250,9 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
         (actions if is_action else observations)[number].append(token)
 
     def one(number: int) -> Turn:
-        content = [token for token in actions[number] if token not in task.eos_ids]
         reply, reward = observations.get(number), float(sampled.turn_rewards[(*place, number - 1)])
-        action = task.read(content, truncated=False)
-        action.truncated = actions[number][-1] not in task.eos_ids and not action.stopped
         return Turn(
-            action,
+            task.read(actions[number]),
             Completion(task.decode(reply), reply) if reply else None,
             None if math.isnan(reward) else reward,
             read(reply) if read and reply else None,
@@ -274,9 +271,9 @@ def read_episode(task: Task, completions: Completions, content: Any, place: tupl
     """
     ids, turns = completions.completion_ids[place][content[place]].tolist(), turns_of(completions, place, task)
     whole, last = task.decode(ids), turns[-1].action
-    text = whole[: len(whole) + len(last) - len(task.decode(last.ids))] if last.stopped else whole
+    text = whole[: len(whole) + len(last) - len(task.decode(last.ids))]
     ending, truncated = ENDINGS[completions.ending[place]], bool(completions.truncated[place])
-    return Completion(text, ids, truncated, turns, ending, last.stopped)
+    return Completion(text, ids, truncated, turns, ending)
 
 
 def find_turns(

@@ -14,25 +14,17 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax import functional as F
-from grpo_jax.config import BY_PART, Divergence, GRPOConfig, LossConfig
+from grpo_jax.config import BY_PART, GRPOConfig, LossConfig
 from grpo_jax.functional.numerics import call_with
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rows.pieces import choose_pieces
+from grpo_jax.optimizer import learning_rate_schedule, make_optimizer
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
 from grpo_jax.rl.update import make_hooks, objective_term
-from grpo_jax.step import (
-    Array,
-    Batch,
-    Logs,
-    TargetOutputs,
-    learning_rate_schedule,
-    make_optimizer,
-    score_completion_tokens,
-    states_of,
-    token_divergence,
-)
+from grpo_jax.scoring import score_completion_tokens, states_of
+from grpo_jax.step import Array, Batch, Logs
 
 
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
@@ -210,14 +202,14 @@ def policy_terms(policy: Policy, config: LossConfig) -> tuple[LossTerm, ...]:
 
 def full_kl_term(policy: Policy, config: LossConfig) -> LossTerm:
     """β Σ w KL(π ‖ π_ref), or KL(π_ref ‖ π), over the whole vocabulary. The reference runs again in every update."""
-
-    kind, head = Divergence("forward_kl" if config.divergence == "reverse" else "reverse_kl"), policy.head
+    reverse, head = config.divergence == "reverse", policy.head
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        heads = head(models["policy"]), head(models["reference"])
+        (unembedding, softcap), (ref_unembedding, _) = head(models["policy"]), head(models["reference"])
 
         def divergence(states: jax.Array, ref_states: jax.Array, temperature: jax.Array) -> jax.Array:
-            return token_divergence(kind, heads, states, TargetOutputs(hidden=ref_states), temperature)
+            both = states, unembedding, ref_states, ref_unembedding
+            return F.token_kl(*both, reverse=reverse, temperature=temperature, softcap=softcap, ref_softcap=softcap)
 
         reference = states_of(policy, models["reference"], batch)
         kl, mask = forward.states.map(divergence, reference, batch.temperature), batch.completion_mask

@@ -86,12 +86,11 @@ def sample_completions(
         numbers,
         key,
         max_tokens=sampling.max_tokens,
-        eos_ids=task.eos_ids,
         temperature=temperature,
         limits=limits_of(sampling.top_k, sampling.top_p, sampling.min_p),
         pad_id=task.pad_id,
-        stop=task.stop,
         support_size=sampling.kept_tokens,
+        **task.ends,
     )
 
 

@@ -9,17 +9,27 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.data.types import StepLog
-from grpo_jax.devices import devices_of, to_devices, update_flops
+from grpo_jax.data.types import Skipped, StepLog
+from grpo_jax.devices import (
+    devices_of,
+    local_rows,
+    peak_flops,
+    pop_bytes_moved,
+    size,
+    to_devices,
+    to_numpy,
+    update_flops,
+)
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.params.tree import TRAINED_ROLES, join
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rewards.reward import Rewards
-from grpo_jax.rl.grade import make_grading, reward_arrays
-from grpo_jax.rl.guards import make_damage_check
-from grpo_jax.rl.lines import read_line
+from grpo_jax.rl.grade import make_grading, read_completions, readable, reward_arrays
+from grpo_jax.rl.guards import make_damage_check, ratio_warning, support_warning
 from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import by_solve_rate, make_draw, make_source, with_spread
 from grpo_jax.rl.types import REWARD_AXES, Learned, Rollout, Timed
@@ -39,7 +49,7 @@ class Iteration(NamedTuple):
     # (rollout, step) -> rollout with rewards, metrics and warnings: decodes and rewards completions
     grade: Callable[[Rollout, int], Rollout]
     learn: Callable[[TrainState, Batch, Rollout, int], tuple[TrainState, Learned]]  # the state is donated
-    line: Callable[..., StepLog]  # (step, rollout, scored batch, learned) -> the line to write
+    line: Callable[[int, Rollout, Batch, Learned], StepLog]  # waits for the metrics of the update
     on_rollout: OnRollout = lambda step, rollout: None  # called before the update
 
 
@@ -138,11 +148,55 @@ def make_iteration(
     updated = {role: part for role, part in frozen.items() if role in TRAINED_ROLES}
     flops = update_flops(trained, updated, 1, programs.expert_share)
     damage = make_damage_check(config.optimizer.learning_rate)
+
+    def line(step: int, rollout: Rollout, batch: Batch, learned: Learned) -> StepLog:
+        """Waits for the metrics of an iteration, and returns its line of the log."""
+        graded = rollout.graded
+        assert graded is not None
+        with timed("update"):
+            metrics = {name: value.item() for name, value in to_numpy(learned.metrics).items()}
+        first_skipped = metrics.pop("skipped_update")
+        every, groups = config.logging.rollouts_every, []
+        if every and (step % every == 0 or step + 1 == config.steps):
+            logprobs, advantages = local_rows((batch.sampler_logprobs, learned.advantages))
+            groups = readable(rollout, read_completions(rollout), logprobs, advantages, task, devices)
+        tokens = int(rollout.prompts.tokens.mask.sum() + graded.num_tokens.sum())
+        times = {
+            "tokens": {"rollout": rollout.metrics["tokens"], "update": config.optimizer.epochs * tokens},
+            "update_flops": flops * config.optimizer.epochs * tokens,
+            "peak_flops": peak_flops(size(devices)),
+            "numbers": {f"{way}_bytes": count for way, count in pop_bytes_moved().items()},
+        }
+
+        def skipped_arrays() -> dict[str, Any]:
+            # Leave out the outputs of a teacher: they may be large, and can be computed again.
+            arrays = {name: x for name, x in batch._asdict().items() if isinstance(x, jax.Array | PromptTokens)}
+            return to_numpy(arrays | {"advantages": learned.advantages, "prompts": learned.order[first_skipped]})
+
+        name, most = f"{phase}_{step:06d}_{first_skipped + 1}", min(config.optimizer.max_skipped, config.num_updates)
+        reward, warnings = rollout.metrics["reward"], dict(rollout.warnings)
+        if damaged := damage(rollout.metrics | metrics):
+            warnings.pop("spread", None)  # equal rewards are then not the fault of the prompts
+        words = ["no reward" if reward is None else f"reward {reward:.3f}"]
+        words += [f"KL {metrics['kl']:.3g}"] if "kl" in metrics else []
+        words += [f"length {rollout.metrics['length_mean']:.1f}"]
+        return StepLog(
+            metrics=rollout.metrics | metrics,
+            words=", ".join(words),
+            warnings=warnings
+            | damaged
+            | support_warning(metrics)
+            | (ratio_warning(metrics) if rollout.is_fresh else {}),
+            groups=groups,
+            times=times,
+            skipped=Skipped(name, metrics["skipped"], most, skipped_arrays) if metrics["skipped"] else None,
+        )
+
     return Iteration(
         initial_source=source.initial_state,
         source=sample_rollout,
         score=score,
         grade=lambda rollout, step: report(grade(rollout), step),
         learn=learn,
-        line=partial(read_line, phase, config, task, devices, flops, damage, timed),
+        line=line,
     )

@@ -20,10 +20,12 @@ from grpo_jax.models.decoder import heads
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.rows.geometry import TokenStates
+from grpo_jax.optimizer import learning_rate_schedule
 from grpo_jax.rl.grpo import kl_in_reward, masked, masked_mean, optimizer_of
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.types import Forward, LossTerm, Method, RewardArrays
-from grpo_jax.step import Array, Batch, Logs, learning_rate_schedule, score_completion_tokens, states_of
+from grpo_jax.scoring import score_completion_tokens, states_of
+from grpo_jax.step import Array, Batch, Logs
 
 
 def critic_policy(config: ModelConfig) -> Policy:

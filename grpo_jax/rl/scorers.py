@@ -15,7 +15,8 @@ from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rows.pieces import computed_in_pieces, lengths_of
 from grpo_jax.rl.types import Method, Scorer
-from grpo_jax.step import Batch, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
 
 
 def score_rollout(

@@ -19,7 +19,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rows.geometry import PromptTokens
-from grpo_jax.rl.guards import has_spread
+from grpo_jax.rl.grade import has_spread
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import SAMPLING, Rollout, noise_of
 from grpo_jax.sampling.sampler import Completions

@@ -17,8 +17,9 @@ from grpo_jax.functional.numerics import call_with
 from grpo_jax.functional.presets import CORRECTIONS
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.params.tree import join
+from grpo_jax.optimizer import logged_rate
 from grpo_jax.rl.types import SHUFFLING, Forward, Hook, Learned, LossTerm, Method, RewardArrays, step_key
-from grpo_jax.step import Array, Batch, Logs, TrainState, logged_rate, train_step
+from grpo_jax.step import Array, Batch, Logs, TrainState, train_step
 
 # Metrics of optimizer steps, not of tokens.
 STEP_METRICS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate", "changed_share"})
@@ -143,7 +144,7 @@ def optimizer_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Takes one optimizer step of a method on a minibatch. For the arguments see `learn` and `train_step`."""
     options = config.optimizer
-    rate = logged_rate(options, method.schedule, state)
+    rate = logged_rate(options, method.schedule, state.opt_state)
     # With an environment the mask also has room for observations, which do not count.
     longest = min(minibatch.completion_ids.shape[-1], config.sampling.max_tokens)
     state, metrics = train_step(

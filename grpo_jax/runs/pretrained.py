@@ -90,7 +90,7 @@ def keep_description(
         _keep_files(run, "model" if role == "policy" else role, model)
     lora = _describe_lora(pretrained, options) if options.lora_rank else None  # on all hosts: weights may be sharded
     if run.writes:
-        huggingface.save_description(run.path / "model", pretrained.config, source=pretrained.folder)
+        huggingface.copy_text_files(pretrained.folder, run.path / "model")
         if pretrained.brings_tokenizer:
             pretrained.tokenizer.save_pretrained(run.path / "model")
         if lora:
@@ -220,7 +220,7 @@ def restore(
     if not (description / "config.json").exists():
         raise UsageError(
             f"{run} holds no model/config.json: name the folder of a run, or write the file with "
-            "huggingface.save_description in a loop of your own"
+            "huggingface.copy_text_files in a loop of your own"
         )
     if written := read_inputs(run).get("description"):  # a custom training loop may have recorded nothing
         check_inputs(run, written, _description(run))

@@ -8,7 +8,7 @@ Letters: see `sampler`. A reply has at most R tokens.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,10 @@ import jax.numpy as jnp
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rows.geometry import AT_ONCE, PromptTokens
-from grpo_jax.sampling.sampler import (
-    Limits,
-    Running,
-    initial_state,
-    is_running,
-    put_at,
-    start_decoding,
-    token_adder,
-)
-from grpo_jax.sampling.stopping import Stop
+from grpo_jax.sampling.sampler import Limits, Running, initial_state, is_running, put_at, start_decoding, token_adder
+
+if TYPE_CHECKING:
+    from grpo_jax.sampling.stopping import Stop
 
 
 class Episodes(NamedTuple):
@@ -50,7 +44,7 @@ def begin_episodes(
     temperature: jax.Array | float = 1.0,
     limits: Limits | None = None,
     pad_id: int = 0,
-    stop: Stop | None = None,
+    stop: "Stop | None" = None,
     support_size: int = 0,
 ) -> Episodes:
     """Samples the first turn of G episodes for each of N prompts. The tokens are those that `sample_groups` samples.
@@ -84,7 +78,7 @@ def continue_episodes(
     *,
     max_tokens: int,
     eos_ids: tuple[int, ...],
-    stop: Stop | None = None,
+    stop: "Stop | None" = None,
 ) -> Episodes:
     """Appends the environment's replies, and samples the next turn of the episodes that continue.
 

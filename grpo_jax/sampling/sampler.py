@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,9 @@ from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.params.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rows.geometry import PromptTokens
-from grpo_jax.sampling.stopping import STOPPED, Stop
+
+if TYPE_CHECKING:  # loaded only with stop texts
+    from grpo_jax.sampling.stopping import Stop
 
 # ---- one token
 
@@ -277,7 +279,7 @@ def sample_groups(
     temperature: jax.Array | float = 1.0,
     limits: Limits | None = None,
     pad_id: int = 0,
-    stop: Stop | None = None,
+    stop: "Stop | None" = None,
     support_size: int = 0,
 ) -> Completions:
     """Samples G completions for each of N prompts.
@@ -340,7 +342,7 @@ def initial_state(
     temperature: jax.Array | float,
     limits: Limits | None,
     pad_id: int,
-    stop: Stop | None,
+    stop: "Stop | None",
     support_size: int = 0,
 ) -> Running:
     """Returns completions before the first token, with room for `size` tokens. For arguments see `sample_groups`."""
@@ -372,7 +374,7 @@ def start_decoding(
     running: Running,
     room: int,
     eos_ids: tuple[int, ...],
-    stop: Stop | None,
+    stop: "Stop | None",
 ) -> tuple[Callable[[Any], Any], tuple[jax.Array, Any, Running]]:
     """Computes the prompts and samples the first token.
 
@@ -506,7 +508,7 @@ def _decode_all(
 
 
 def token_adder(
-    policy: Policy, params: Params, eos_ids: tuple[int, ...], stop: Stop | None
+    policy: Policy, params: Params, eos_ids: tuple[int, ...], stop: "Stop | None"
 ) -> Callable[[Running, jax.Array, jax.Array, jax.Array], Running]:
     """Makes the function that samples the next token of active completions.
 
@@ -518,6 +520,8 @@ def token_adder(
       `[N, G]` that is true for active completions) -> completions. The outputs of inactive completions do not change.
     """
     logits_of = make_logits(policy, params)
+    if stop is not None:
+        from grpo_jax.sampling.stopping import STOPPED
 
     def add_token(running: Running, hidden: jax.Array, step: jax.Array, active: jax.Array) -> Running:
         ids, fields = _draw(running, logits_of(hidden), step, multiplies_by_columns(hidden.dtype))

@@ -16,15 +16,7 @@ from grpo_jax.devices import devices_of, place, pop_bytes_moved, to_devices
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.params.tree import join, split
 from grpo_jax.rewards.reward import RewardLike, to_rewards
-from grpo_jax.rl.evaluate import (
-    Evaluation,
-    Samples,
-    evaluate,
-    num_heldout_calls,
-    prompt_means,
-    sample_heldout,
-    summary,
-)
+from grpo_jax.rl.evaluate import Evaluation, Samples, evaluate, num_heldout_calls, prompt_means, sample_heldout, summary
 from grpo_jax.rl.grade import gather_failures
 from grpo_jax.rl.iteration import OnRollout, iterate, make_iteration
 from grpo_jax.rl.programs import Programs, check_programs, compile_ahead

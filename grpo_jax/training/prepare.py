@@ -30,7 +30,7 @@ from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained, with_tokenizer
 from grpo_jax.models.params.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy, resolve_dtype
-from grpo_jax.options import check_ranges
+from grpo_jax.options import Escaped, check_ranges, options_of
 from grpo_jax.planning.memory import Plan, choose, num_params, shape_of
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.interaction import interaction_of
@@ -49,6 +49,9 @@ class RunOptions:
 
     train: GRPOConfig = GRPOConfig()
     model: ModelOptions = ModelOptions()
+    stop: tuple[Escaped, ...] = ()
+    """Texts that end a completion or turn. Rewards read the text before. On the command line `\\n` is a line break,
+    `\\\\` a backslash."""
 
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -194,20 +197,16 @@ def prompt_options(options: Any, sampling: DecodingConfig, pretrained: Pretraine
     """Returns the arguments of `text_task` that say how prompts are encoded and completions end.
 
     Args:
-      options: `ModelOptions`, or others with max_prompt_tokens, overlong and chat_template_kwargs.
+      options: Options with max_prompt_tokens, overlong, stop and chat_template_kwargs, in whichever group they are.
       sampling: How completions are sampled.
       pretrained: The model that samples.
 
     Raises:
       UsageError: Completions leave no room for a prompt.
     """
-    longest = pretrained.config.max_position_embeddings
-    return {
-        "max_prompt_tokens": prompt_limit(options.max_prompt_tokens, longest, sampling.completion_width),
-        "overlong": options.overlong,
-        "stop": sampling.stop,
-        "chat_template_kwargs": options.chat_template_kwargs,
-    }
+    named, longest = options_of(options), pretrained.config.max_position_embeddings
+    limit = prompt_limit(named["max_prompt_tokens"], longest, sampling.completion_width)
+    return {"max_prompt_tokens": limit} | {name: named[name] for name in ("overlong", "stop", "chat_template_kwargs")}
 
 
 # ---- methods that learn from rewards
@@ -367,7 +366,7 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     for scorer in (model.config for role, model in models.items() if role != "policy"):
         from grpo_jax.rl.distillation import output_bytes  # loaded only with a teacher
 
-        shape = shape._replace(scorer=scorer, output_bytes=output_bytes(config, scorer))
+        shape = shape._replace(scorer=scorer, token_bytes=shape.token_bytes + output_bytes(config, scorer))
     limits = gather("the memory of a device", memory_limit(min(size(devices), jax.local_device_count())))
     plan = choose(policy.config, shape, min(limits), remat=options.model.remat)
     options = with_options(options, dtype=plan.model.dtype, **plan.options)

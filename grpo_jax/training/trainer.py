@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, ModelOptions, check_effects, constant_names, recipe, validate, with_options
+from grpo_jax.config import GRPOConfig, check_effects, constant_names, name_preset, recipe, validate, with_options
 from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
 from grpo_jax.data.generators import PREFIX, parse_generators
 from grpo_jax.data.rows import SUFFIXES, read_rows, remove_nulls
@@ -26,7 +26,6 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params.lora import merge
 from grpo_jax.models.params.tree import Adapted, format_of, join, split
 from grpo_jax.options import check_known, check_ranges, check_type, check_types, option_types
-from grpo_jax.presets import name_preset
 from grpo_jax.report import finish, print_results
 from grpo_jax.rewards.reward import RewardLike, Rewards, to_rewards
 from grpo_jax.rewards.worker import check_takes_examples_first
@@ -95,7 +94,7 @@ class GRPOTrainer:
           resume: True to continue the newest run in run_dir where it stopped. It keeps its options. Options, model
             files and prompts must not differ from those that it began with.
           wandb: Project of Weights & Biases to log to. Needs the package wandb.
-          **options: Options of `config.recipe` and fields of `ModelOptions`, with their defaults: steps 100,
+          **options: Options of `config.recipe`, fields of `ModelOptions`, and `stop`, with their defaults: steps 100,
             learning_rate 1e-6, group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … `optimizer` may
             be an optax transformation, or a function such as `optax.lion` from a schedule to one. The default
             num_prompts (32) is lowered if there are fewer prompts, and to a multiple of minibatches and devices.
@@ -237,7 +236,7 @@ class GRPOTrainer:
             reward=self._reward,
             chat=in_chat,
             tools=schemas_of(self._tools) if self._tools else None,
-            **prompt_options(model, run.sampling, pretrained),
+            **prompt_options(self._options, run.sampling, pretrained),
         )
         return task._replace(environment=environment)
 
@@ -283,7 +282,7 @@ _HELDOUT_ROWS = "heldout is for rows: generators make held-out prompts of their 
 
 def _checked_options(options: Mapping[str, Any], *, has_heldout: bool) -> dict[str, Any]:
     """Checks the names and types of options, and returns the converted options."""
-    hints = option_types(GRPOConfig) | option_types(ModelOptions)
+    hints = option_types(RunOptions)
     hints["optimizer"] = Any  # `validate` checks it
     del hints["model"]
     preset = name_preset(options.get("preset", "grpo"))

@@ -36,6 +36,7 @@ from tiny import (
     write_rows,
 )
 
+from experiments.new_models import save_new_model
 from grpo_jax.commands import evaluate, flags, model_and_task, sft, train
 from grpo_jax.commands.export import Options, export
 from grpo_jax.config import EngineOptions, recipe
@@ -44,7 +45,7 @@ from grpo_jax.data.types import Completion, Prompt
 from grpo_jax.engines.sampler import sampler_of
 from grpo_jax.models.decoder.heads import judge_groups
 from grpo_jax.models.files.weights import load_params, unpack_mxfp4
-from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained, save_pretrained
+from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rewards.learned import load_reward_model, reward_function
@@ -153,7 +154,7 @@ def write_mxfp4(folder: Path) -> tuple[Path, Any, Any]:
     config = replace(load_golden("gpt_oss")[0], hidden_size=32, intermediate_size=32)
     config = replace(config, num_hidden_layers=1, sliding_layers=None)
     config = replace(config, experts=config.experts._replace(moe_intermediate_size=32))
-    model = save_pretrained(folder / "model", random_params(config), config)
+    model = save_new_model(folder / "model", random_params(config), config)
     tensors, rng = load_file(model / "model.safetensors"), np.random.default_rng(0)
     plain = dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:

@@ -237,7 +237,7 @@ def echo(example, transcript, key):
 def test_episodes_of_servers_equal_local_episodes(params, stops):
     """The server gives what our sampler drew, if the request's prompt is the ids of all turns and replies before."""
     played = TASK._replace(environment=environment(echo, None), stop=digit_stop(*stops))
-    config = with_options(CONFIG, max_tokens=8, max_turns=3, environment_tokens=5, stop=stops)
+    config = with_options(CONFIG, max_tokens=8, max_turns=3, environment_tokens=5)
     noise, numbers = noise_of(0, SAMPLING, 0), completion_numbers(config.sampling)
     inputs = played.prompts(0), numbers, group_temperatures(config.sampling), noise
     own = make_sampler(POLICY, played, config.sampling).complete(params, *inputs)

@@ -10,11 +10,11 @@ import pytest
 from tiny import STORIES, needs_data, refused
 
 from experiments import plan
+from experiments.new_models import config_to_huggingface
 from experiments.plan import Config
 from grpo_jax.config import WHOLE
 from grpo_jax.functional.products import Traits
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.files.families import config_to_huggingface
 from grpo_jax.planning.memory import Plan, Shape, estimate
 
 

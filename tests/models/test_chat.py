@@ -22,14 +22,7 @@ from grpo_jax.commands import sft
 from grpo_jax.data.packing import pack
 from grpo_jax.data.preferences import Preference, encode_preferences
 from grpo_jax.data.rows import read_messages
-from grpo_jax.data.text import (
-    Answers,
-    answer_conversation,
-    answer_prompts,
-    encode_answers,
-    encode_prompts,
-    fit_answers,
-)
+from grpo_jax.data.text import Answers, answer_conversation, answer_prompts, encode_answers, encode_prompts, fit_answers
 from grpo_jax.models.chat import (
     Chat,
     decode,

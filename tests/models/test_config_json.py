@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from tiny import GOLDEN, refused
 
+from experiments.new_models import config_to_huggingface
 from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling
-from grpo_jax.models.files.families import config_from_huggingface, config_to_huggingface, text_config
+from grpo_jax.models.files.families import config_from_huggingface, text_config
 from grpo_jax.models.files.weights import read_json
 
 CONFIG_JSON = {

@@ -16,7 +16,7 @@ from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.decoder.experts import Routing, busiest, gated, grouped_product, load_metrics, mixture, route
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.rows.geometry import PromptTokens, rows_of_groups, rows_of_packed_groups
-from grpo_jax.step import make_optimizer
+from grpo_jax.optimizer import make_optimizer
 
 TOKENS, EXPERTS, CHOSEN, WIDTH, INNER = 37, 6, 3, 8, 5
 # An expert without tokens among them, and one with more rows than a block.

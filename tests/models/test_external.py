@@ -24,10 +24,10 @@ from tiny import (
     tiny_config,
 )
 
+from experiments.new_models import save_new_model
 from grpo_jax.config import recipe, with_options
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.external import function_policy, nnx_policy
-from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.params.lora import add_adapters
 from grpo_jax.models.params.quantised import quantise_params
 from grpo_jax.models.policy import decoder_policy
@@ -35,7 +35,8 @@ from grpo_jax.models.rows.geometry import rows_of_packed_groups
 from grpo_jax.models.rows.pieces import choose_piece
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.step import Batch, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
 from grpo_jax.training.phases import train
 
 V = 8
@@ -231,7 +232,7 @@ def test_what_these_models_lack_is_refused():
     with refused("decoder of this package"):
         quantise_params(params, "int8")
     with refused("decoder of this package"):
-        save_pretrained("nowhere", params, CONFIG)
+        save_new_model("nowhere", params, CONFIG)
     with refused("pass unembedding"):
         make_programs(policy, TASK, with_options(RUN, divergence="reverse"))
     with refused("leave out the environment"):

@@ -22,8 +22,10 @@ from grpo_jax.models.params.lora import merge, sites
 from grpo_jax.models.params.quantised import dequantise_params, quantise_params
 from grpo_jax.models.params.tree import join, split
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.optimizer import has_weight_decay
 from grpo_jax.sampling.sampler import Limits, sample_groups
-from grpo_jax.step import Batch, has_weight_decay, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
 
 FULLEST = {
     "llama": "llama_biases",

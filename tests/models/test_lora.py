@@ -15,10 +15,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny import GOLDEN, change_json, decoded_states, load_golden, randomly_adapted, refused, two_groups
 
+from experiments.new_models import save_new_model
 from grpo_jax.models.decoder.heads import Headed
 from grpo_jax.models.files.peft import adaptable, load_adapter, save_adapter, targets_of
 from grpo_jax.models.files.weights import load_params, read_json, write_model_json
-from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.params.lora import TARGETS, add_adapters, fingerprint, merge, sites
 from grpo_jax.models.params.tree import Adapted, join, split
 from grpo_jax.models.policy import decoder_policy
@@ -334,7 +334,7 @@ def test_adapters_that_peft_cannot_hold_are_not_targets(name, targets, tmp_path)
 
 def test_adapters_where_plain_parameters_are_needed_are_refused(tmp_path):
     for use in (
-        lambda: save_pretrained(tmp_path / "out", ADAPTED, CONFIG),
+        lambda: save_new_model(tmp_path / "out", ADAPTED, CONFIG),
         lambda: add_adapters(ADAPTED, jax.random.key(0), rank=1, alpha=1.0),
         lambda: init_state(ADAPTED, optax.sgd(1.0)),
     ):

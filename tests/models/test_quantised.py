@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny import GOLDEN, load_golden, random_params, randomly_adapted, refused, two_groups
 
+from experiments.new_models import save_new_model
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.files.peft import load_adapter, save_adapter
 from grpo_jax.models.files.weights import load_params
-from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.params import quantised
 from grpo_jax.models.params.lora import add_adapters, merge, sites
 from grpo_jax.models.params.quantised import quantise, quantise_params
@@ -196,7 +196,7 @@ def test_what_frozen_bits_cannot_be(tmp_path):
     with refused(r"merge adapters into the original ones, as params._replace"):
         merge(params)
     with refused("quantised: save the original ones"):
-        save_pretrained(tmp_path / "out", params.base, CONFIG)
+        save_new_model(tmp_path / "out", params.base, CONFIG)
 
 
 # ---- folders

@@ -17,10 +17,10 @@ from grpo_jax.functional.products import CPU, Traits
 from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig
 from grpo_jax.models.params.tree import split
 from grpo_jax.models.rows.pieces import PieceShape
+from grpo_jax.optimizer import make_optimizer
 from grpo_jax.planning import memory
 from grpo_jax.planning.memory import Estimate, Shape, estimate
 from grpo_jax.rl.distillation import output_bytes
-from grpo_jax.step import make_optimizer
 
 MIXTURE = replace(TINY, experts=ExpertsConfig(8, 2, TINY.intermediate_size // 2, norm_topk_prob=True))
 DELTA = replace(TINY, delta=DeltaConfig(2, 4, 32, 32, 4), delta_layers=(0, 2), gated_attention=True)
@@ -227,9 +227,9 @@ def test_a_teacher_counts_with_its_parameters_and_outputs():
     for kind, top_k, of_token in (("jsd", 0, 4 * 16), ("jsd", 5, 4 * 5 + 4 * 6), ("k1", 0, 4)):
         size = output_bytes(recipe(distillation=kind, distillation_top_k=top_k), teacher)
         assert size == of_token  # hidden states; ids and logits; one number
-        needs = estimate(SMALL, shape._replace(scorer=teacher, output_bytes=size))
-        assert needs.scorer == 4 * memory.num_params(teacher) + of_token * tokens
-        assert needs.held == alone.held + needs.scorer
+        needs = estimate(SMALL, shape._replace(scorer=teacher, token_bytes=size))
+        assert (needs.scorer, needs.rollout) == (4 * memory.num_params(teacher), of_token * tokens)
+        assert needs.held == alone.held + needs.scorer + needs.rollout
         assert needs.scoring > 0
         assert needs._replace(scoring=10**9).peak == needs.held + 10**9
 

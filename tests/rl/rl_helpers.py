@@ -23,7 +23,8 @@ from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.types import REWARD_AXES, RewardArrays
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.step import Batch, TrainState, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch, TrainState
 
 LINES = ("metrics.jsonl", "rollouts.jsonl")
 # The configuration of a run on bigrams, whose programs many tests share.

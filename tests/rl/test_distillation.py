@@ -24,7 +24,8 @@ from grpo_jax.offline.distillation import distillation_loss, mean_divergence
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method, make_programs
 from grpo_jax.rl.types import RewardArrays
-from grpo_jax.step import Batch, score_completion_tokens, states_of
+from grpo_jax.scoring import score_completion_tokens, states_of
+from grpo_jax.step import Batch
 from grpo_jax.training.phases import train
 from grpo_jax.training.prepare import load_frozen
 

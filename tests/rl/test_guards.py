@@ -17,7 +17,7 @@ from grpo_jax.rewards.processes import Grader
 from grpo_jax.rewards.reward import to_rewards
 from grpo_jax.rl import guards
 from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
-from grpo_jax.rl.grade import make_grading, reward_arrays
+from grpo_jax.rl.grade import has_spread, make_grading, reward_arrays
 from grpo_jax.rl.grpo import by_part
 from grpo_jax.rl.interaction import ONE_TURN
 from grpo_jax.rl.programs import check_programs, make_programs
@@ -206,9 +206,9 @@ def test_spread_of_parts_is_where_their_advantages_are():
     applicable[:7] = True
     graded = graded_parts(rewards, parts, applicable)
     advantages = by_part(reward_arrays(graded, "turns", 10, {}))
-    spread = guards.has_spread(graded, by_part=True)
+    spread = has_spread(graded, by_part=True)
     np.testing.assert_array_equal(spread, np.any(np.asarray(advantages) != 0, axis=(1, 2)))
-    assert (guards.has_spread(graded) != spread).sum() > 2
+    assert (has_spread(graded) != spread).sum() > 2
 
 
 @pytest.mark.parametrize(

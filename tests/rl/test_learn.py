@@ -16,11 +16,13 @@ from grpo_jax.config import PPO, recipe, with_options
 from grpo_jax.devices import place, to_numpy
 from grpo_jax.models.decoder import heads
 from grpo_jax.models.decoder.heads import Headed
+from grpo_jax.optimizer import has_weight_decay, make_optimizer
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method, make_method_programs
 from grpo_jax.rl.scorers import needs_old_logprobs
 from grpo_jax.rl.update import minibatch_order
-from grpo_jax.step import Batch, has_weight_decay, make_optimizer, score_completion_tokens, states_of
+from grpo_jax.scoring import score_completion_tokens, states_of
+from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
 
 N, G, P, T = 16, 4, 2, 3

@@ -26,7 +26,8 @@ from grpo_jax.rl.scorers import with_ends
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, RewardArrays, noise_of
 from grpo_jax.rl.update import loss_of
-from grpo_jax.step import Batch, accumulate_grads, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch, accumulate_grads
 
 N, G, P, T = 8, 2, 48, 4
 WIDTHS = (16, 24, 48)

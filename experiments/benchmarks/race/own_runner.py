@@ -19,7 +19,8 @@ from grpo_jax.models.files.weights import save_params
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.step import Batch, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
 from grpo_jax.training.phases import train
 from grpo_jax.training.prepare import RunOptions, begin, load_models, prepare
 

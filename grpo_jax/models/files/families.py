@@ -1,4 +1,4 @@
-"""Conversion between `ModelConfig` and config.json of the model families of transformers.
+"""Reads config.json of the model families of transformers as `ModelConfig`, and names their tensors.
 
 All families are settings of one decoder. transformers completes a file with its defaults and converts it to the format
 of version 5. Names that the family's class in transformers does not know are dropped. All files are then read in the
@@ -105,41 +105,9 @@ def text_module(config: File) -> str:
     return "model" if is_alone else "model.language_model"
 
 
-def config_to_huggingface(config: ModelConfig) -> File:
-    """Makes the config.json of a model that was not loaded from one. `config_from_huggingface` reads it back.
-
-    Args:
-      config: The configuration of the decoder.
-
-    Returns:
-      The contents of config.json, with `rope_parameters` as in transformers 5. The family is `config.model_type`, or
-      else the first one that has this configuration.
-
-    Raises:
-      UsageError: No supported family has this combination of fields.
-    """
-    not_in_the_file: Fields = {name: getattr(config, name) for name in (*NOT_IN_FILES, "longest_text")}
-
-    def reads_back(written: File) -> bool:
-        try:
-            return config_from_huggingface(written, **not_in_the_file) == config
-        except UsageError:
-            return False
-
-    for model_type in sorted(FAMILIES, key=lambda name: name != config.model_type):
-        names = {"architectures": [f"{FAMILIES[model_type].name}ForCausalLM"], "model_type": model_type}
-        if reads_back(written := names | _file(model_type, config)):
-            return written
-    raise UsageError(f"no model of transformers has this combination of options: {config}")
-
-
 def names_of(config: ModelConfig) -> Names:
-    """Returns the names of a decoder's tensors in files, by module.
-
-    Raises:
-      UsageError: No supported family has this configuration.
-    """
-    return _NAMES | FAMILIES[config.model_type or config_to_huggingface(config)["model_type"]].names
+    """Returns the names of a decoder's tensors in files, by module. Without a family they are those of Llama."""
+    return _NAMES | FAMILIES[config.model_type or "llama"].names
 
 
 # ---- fields of all files
@@ -147,16 +115,16 @@ def names_of(config: ModelConfig) -> Names:
 # Fields of `ModelConfig` that no config.json determines
 NOT_IN_FILES = ("dtype", "rounding", "remat", "attention", "router")
 
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SYNONYMS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # of activations
 # Fields that have the names of files
-_SAME: tuple[str, ...] = ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings")
-_SAME += ("initializer_range", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
-_SAME += ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "mlp_bias")
-_SAME += ("num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input")
+SAME: tuple[str, ...] = ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings")
+SAME += ("initializer_range", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+SAME += ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "mlp_bias")
+SAME += ("num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input")
 
 
-def _config_class(model_type: str) -> Any:
+def config_class(model_type: str) -> Any:
     """Returns the class in transformers that reads the files of a family."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import CONFIG_MAPPING  # takes seconds
@@ -169,16 +137,16 @@ def _complete(file: File) -> File:
     # The default tokens of transformers may lie outside a small vocabulary, and it would warn about them.
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     file = {name: value for name, value in file.items() if name != "num_labels"}  # it would name billions of labels
-    config_class = _config_class(file["model_type"])
+    family = config_class(file["model_type"])
     try:
         # from_dict changes its argument.
-        completed = config_class.from_dict(deepcopy(file) | tokens).to_dict()
+        completed = family.from_dict(deepcopy(file) | tokens).to_dict()
     except Exception as error:  # each kind of wrong value raises another class
         reason = " ".join(str(error).split())[:300]
         raise UsageError(
             f"transformers cannot read config.json ({reason}): correct it, or download it again"
         ) from error
-    known = config_class().to_dict() | {"head_dim": None}  # Qwen3-MoE reads it, but its class does not list it
+    known = family().to_dict() | {"head_dim": None}  # Qwen3-MoE reads it, but its class does not list it
     rope, known_rope = completed["rope_parameters"], known["rope_parameters"]
     differs, stated = "full_attention" in known_rope, file.get("rope_parameters")
     if stated and differs != ("full_attention" in stated or "sliding_attention" in stated):  # transformers ignores such
@@ -193,7 +161,7 @@ def _complete(file: File) -> File:
 def _fields(file: File) -> Fields:
     """Returns the fields that a complete file determines, without the constants of its family."""
     heads, layers = file["num_attention_heads"], file["num_hidden_layers"]
-    fields = {name: file[name] for name in (*_SIZES, *_SAME) if file.get(name) is not None}
+    fields = {name: file[name] for name in (*SIZES, *SAME) if file.get(name) is not None}
     fields = {"head_dim": file["hidden_size"] // heads} | fields | _rope(file) | _experts(file)
     biases = {"qkv_bias": file.get("qkv_bias", file.get("attention_bias")), "o_bias": file.get("attention_bias")}
     fields |= {name: bool(value) for name, value in biases.items()}
@@ -291,53 +259,6 @@ def _experts(file: File) -> Fields:
     }
 
 
-def _file(model_type: str, config: ModelConfig) -> File:
-    """Returns the entries of a config.json of this family, by the names of its class in transformers."""
-    known = _config_class(model_type)().to_dict()
-    rope: dict[str, Any] = _rope_parameters(config)
-    written = {name: getattr(config, name) for name in (*_SIZES, *_SAME, "sliding_window")}
-    written |= config.experts._asdict() | {"num_local_experts": config.experts.num_experts} if config.experts else {}
-    written |= {
-        "hidden_activation": config.hidden_act,
-        "vocab_size_per_layer_input": config.vocab_size,
-        "attention_bias": config.qkv_bias,
-        "qkv_bias": config.qkv_bias,
-        "use_sliding_window": config.sliding_window is not None,
-        "layer_types": [
-            "linear_attention" if form.mixer == "delta" else "sliding_attention" if window else "full_attention"
-            for form, window in zip(config.forms, config.windows, strict=True)
-        ],
-        "no_rope_layers": [int(rotation is not None) for rotation in config.rotations],
-        "max_position_embeddings": config.max_position_embeddings,
-        "mlp_only_layers": list(config.dense_layers),
-    }
-    if "partial_rotary_factor" in known["rope_parameters"]:
-        rope["partial_rotary_factor"] = config.partial_rotary_factor
-    if config.rope_scaling:  # Phi has it beside `rope_parameters`
-        written["original_max_position_embeddings"] = config.rope_scaling.original_max_position_embeddings
-    if heads := config.global_heads:
-        shape = {name: getattr(heads, name) for name in Heads._fields[:2]}
-        written["per_layer_config"] = {str(i): shape for i, window in enumerate(config.windows) if window is None}
-        written["attention_k_eq_v"] = heads.keys_are_values
-        rope |= {"rope_type": "proportional", "partial_rotary_factor": heads.turning}
-    if config.experts and config.experts.has_norms:
-        written |= {"enable_moe_block": True, "top_k_experts": config.experts.num_experts_per_tok}
-    if config.delta:
-        written |= {f"linear_{name}": value for name, value in config.delta._asdict().items()}
-    # transformers 4 reads these names, and no `rope_parameters`.
-    always: File = {name: written[name] for name in ("head_dim", "num_experts") if name in written}
-    always |= {"rope_scaling": rope} if config.rope_scaling else {}
-    always |= {name: share for name, share in rope.items() if name == "partial_rotary_factor"}
-    written = {name: value for name, value in written.items() if name in known and value is not None}
-    if (known.get("pad_token_id") or 0) >= config.vocab_size:
-        written["pad_token_id"] = None
-    if "full_attention" in known["rope_parameters"]:
-        local = config.rope_local_base_freq or config.rope_theta
-        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
-        always |= {"rope_local_base_freq": local} if model_type == "gemma3_text" else {}
-    return written | always | {"rope_parameters": rope, "rope_theta": config.rope_theta}
-
-
 def _check(file: File) -> None:
     """Refuses a file that needs a feature which no family has, or whose sizes transformers could not read."""
     quantization, packed_as = file.get("quantization_config"), FAMILIES[file["model_type"]].packed_as
@@ -352,7 +273,7 @@ def _check(file: File) -> None:
     for name, values in harmless.items():
         if file.get(name) not in values:
             raise UsageError(f"{name} {abbreviate(file[name])} is not supported")
-    check_types(ModelConfig, {name: file[name] for name in _SIZES if name in file})
+    check_types(ModelConfig, {name: file[name] for name in SIZES if name in file})
 
 
 # ---- rotations
@@ -394,17 +315,6 @@ def _scaling(rope: dict[str, Any], file: File) -> RopeScaling | None:
     if rope["rope_type"] == "longrope":
         fields |= {name: tuple(fields[name]) for name in ("short_factor", "long_factor") if name in fields}
     return RopeScaling(**fields)
-
-
-def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
-    """Inverts `_rope` without the share of features that turn, in the format of transformers 5."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if scaling := config.rope_scaling:
-        fields = {x: y for x, y in scaling._asdict().items() if y != scaling._field_defaults.get(x, ...)}
-        if scaling.rope_type in ("linear", "dynamic"):
-            del fields["original_max_position_embeddings"]  # transformers does not know it for these
-        rope |= {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-    return rope
 
 
 # ---- parts of tensors
@@ -516,7 +426,7 @@ _QWEN_NEXT: Fields = {"qk_norm": True, "zero_centered_norms": True, "gated_atten
 _OLMO: Fields = {"norms": "after", "qk_norm": True, "qk_norm_across_heads": True}
 _GEMMA: Fields = {"zero_centered_norms": True}
 _GEMMA4: Fields = {"norms": "around", "qk_norm": True, "value_norm": True, "layer_scales": True}
-# By model_type. A configuration without a model_type is written as the first family that it fits.
+# By model_type
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", {}, {}),
     "mistral": Family("Mistral", {}, {}),
