@@ -175,13 +175,13 @@ def load_optimizer(optimizer: Any) -> Any:
         raise UsageError(
             f"there is no optimizer {optimizer!r}: take {' or '.join(OPTIMIZERS)}, or name your own as file.py:name"
         )
-    own = look_up_once("optimizer", optimizer) if isinstance(optimizer, str) else optimizer
-    if not (callable(own) or (isinstance(own, tuple) and hasattr(own, "update"))):
+    loaded = look_up_once("optimizer", optimizer) if isinstance(optimizer, str) else optimizer
+    if not (callable(loaded) or (isinstance(loaded, tuple) and hasattr(loaded, "update"))):
         raise UsageError(
-            f"the optimizer {optimizer!r} is of type {type(own).__name__}: it must be an optax transformation, or a "
+            f"the optimizer {optimizer!r} is of type {type(loaded).__name__}: it must be an optax transformation, or a "
             "function from a schedule to one"
         )
-    return own
+    return loaded
 
 
 def check_optimizer(options: AdamWConfig) -> None:

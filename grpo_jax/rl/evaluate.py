@@ -73,8 +73,8 @@ def sample_heldout(sampler: Sampler, params: Params, task: Task, config: GRPOCon
       sampler: Samples completions on the devices of the run.
       params: The parameters of the policy.
       task: Supplies the held-out prompts.
-      config: The configuration of the run. It sets the shape of the calls, the temperature of sampled completions, the
-        seed, and n (`eval_samples`). A prompt takes ⌈(n + 1) / G⌉ groups.
+      config: Supplies the shape of the calls, the temperature of sampled completions, the seed, and n
+        (`eval_samples`). A prompt takes ⌈(n + 1) / G⌉ groups.
 
     Yields:
       The calls. Counted completions are in the order of prompts, and the greedy completion of a prompt is its last.

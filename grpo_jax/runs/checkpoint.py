@@ -139,8 +139,8 @@ class Checkpoints:
         shapes = jax.eval_shape(like)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._check_room(shapes)
-        found = self._where_to_go_on() if hosts.is_first() else None
-        step, self.lines, self.scores = hosts.first_says("where the run goes on", found or (0, {}, {}))
+        newest = self._where_to_go_on() if hosts.is_first() else None
+        step, self.lines, self.scores = hosts.first_says("where the run goes on", newest or (0, {}, {}))
         if not step:
             return like(), 0
         targets = _placed(_items(shapes), None if shardings is None else _items(shardings(shapes)))
