@@ -1,5 +1,5 @@
-"""The data of an iteration. Letters: N prompts of P tokens, G completions of T tokens, K rewards, C candidate
-tokens, M turns, U optimizer steps.
+"""The data of an iteration and the random keys of its steps. Letters: N prompts of P tokens, G completions of T tokens,
+K rewards, C candidate tokens, M turns, U optimizer steps.
 
 Rewards pass through four containers: the list that a function returns becomes `rewards.reward.RewardSums`, then
 `Graded` on the host, then `RewardArrays` on the devices, and finally the advantages of a `Batch`.
