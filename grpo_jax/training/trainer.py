@@ -13,14 +13,14 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from grpo_jax.config import GRPOConfig, check_effects, constant_names, name_preset, recipe, validate, with_options
-from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
+from grpo_jax.data.episodes import ReplyFn, environment as environment_of
 from grpo_jax.data.generators import PREFIX, parse_generators
 from grpo_jax.data.rows import SUFFIXES, read_rows, remove_nulls
 from grpo_jax.data.text import Message, uses_chat
 from grpo_jax.data.types import Component, hash_values, sources_of
 from grpo_jax.devices import devices_of, num_shards
 from grpo_jax.errors import UsageError, abbreviate, user_path
-from grpo_jax.models.chat import Chat, make_chat, reply_encoder, reply_reader
+from grpo_jax.models.chat import make_chat
 from grpo_jax.models.files.families import NOT_IN_FILES
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params.lora import merge
@@ -38,7 +38,7 @@ from grpo_jax.runs.runner import OnLine
 from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.generated import generated_task
 from grpo_jax.tasks.task import Task, text_task
-from grpo_jax.tasks.tools import check_calls, count_calls, reply_with, schemas_of
+from grpo_jax.tasks.tools import in_chat_template, reply_with, schemas_of
 from grpo_jax.training.phases import PHASES, train, train_with_control
 from grpo_jax.training.prepare import RunOptions, begin, load_models, prepare, prompt_options
 
@@ -150,8 +150,7 @@ class GRPOTrainer:
                 raise UsageError("the model has no tokenizer: give one as tokenizer")
         self._options = with_options(default, model=str(model), **options)
         run = self._options.train
-        check_ranges(run)
-        check_ranges(self._options.model)
+        check_ranges(self._options)
         check_effects(self._options)
         fitting = with_options(run, num_prompts=_divisor(run)) if self._lower_num_prompts else run
         validate(fitting, num_devices=num_shards(devices_of(run)))
@@ -218,7 +217,10 @@ class GRPOTrainer:
         if self._tools and not in_chat:
             raise UsageError("tools need a tokenizer with a chat template, which tells the model of them, and chat")
         chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, model.chat_template_kwargs)
-        environment = self._reply and _environment(self._reply, bool(self._tools), chat, in_chat=in_chat)
+        environment = None
+        if self._reply:
+            encode, more = in_chat_template(chat, in_chat, has_tools=bool(self._tools))
+            environment = environment_of(self._reply, encode)._replace(**more)
         lower = partial(_fitting_num_prompts, run) if self._lower_num_prompts else lambda _: run.sampling.num_prompts
         if not isinstance(rows, str):
             held: Any = {"heldout_share": 0.0} if self._heldout is None else {"heldout_rows": self._heldout}
@@ -239,15 +241,6 @@ class GRPOTrainer:
             **prompt_options(self._options, run.sampling, pretrained),
         )
         return task._replace(environment=environment)
-
-
-def _environment(reply: ReplyFn, has_tools: bool, chat: Chat, *, in_chat: bool) -> Environment:
-    """Makes an environment from a function. With tools, its replies may have the role "tool"."""
-    roles = ("tool", "user") if has_tools else ("user",) if in_chat else ()
-    if has_tools:
-        check_calls(chat)
-    environment = environment_of(reply, reply_encoder(chat, roles=roles))
-    return environment._replace(read=reply_reader(chat, roles=roles), measure=count_calls if has_tools else None)
 
 
 def _settings_of(pretrained: Pretrained) -> dict[str, Any]:
