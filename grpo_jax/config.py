@@ -128,7 +128,7 @@ class AdamWConfig:
     """The optimizer, AdamW by default, and its schedule."""
 
     learning_rate: Positive = 1e-6
-    """Peak learning rate, by size of the model: 4e-4 up to a million parameters, 1e-6 from 0.1 billion; for
+    """Peak learning rate, by size of the model: 4e-4 up to a million parameters, 1e-6 from 0.2 billion; for
     LoRA 3e-3 to 1e-5."""
     warmup_steps: Count = 0
     """Optimizer steps of linear warm-up."""
@@ -495,8 +495,8 @@ class OptimizerConfig(AdamWConfig):
     minibatches: Size = 1
     """Optimizer steps of a pass; prompts are shuffled among them."""
     piece_tokens: Count = 0
-    """Largest number of tokens of a piece on each device, including padding. Results differ only by rounding. 0: 768 on
-    a CPU, 16,384 elsewhere, or what memory allows."""
+    """Most tokens of a piece on each device, including padding; changes only rounding. 0: 768 on a CPU, 16,384
+    elsewhere, or what memory allows."""
     max_skipped: Size = 5
     """Number of steps in a row without finite gradients that ends the run. Each is skipped, and its batch is saved."""
 
