@@ -293,7 +293,7 @@ HARMED_FILES = [
 
 
 @pytest.mark.parametrize(("name", "harm"), HARMED_FILES)
-@pytest.mark.parametrize("read", [export, lambda: model_and_task.load(evaluate.Options(model="run"))])
+@pytest.mark.parametrize("read", [export, lambda: model_and_task.load_sampling_model(evaluate.Options(model="run"))])
 def test_a_model_description_that_changed_is_refused(place, name, harm, read):
     harm(place / "run/model" / name)
     with pytest.raises(UsageError, match=f"not what they were when the run in .* began: {name} of the model"):
