@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_made_is_named(place, capsys, args):
 
 
 @pytest.mark.parametrize("args", [["evaluate", "--out", "readonly"], ["sample", "--json", "readonly/x.jsonl"]])
-def test_a_folder_that_cannot_be_written_is_named_before_sampling(place, capsys, monkeypatch, args):
+def test_an_unwritable_folder_is_named_before_sampling(place, capsys, monkeypatch, args):
     monkeypatch.setattr(evaluate, "sample_and_score", lambda *_, **__: pytest.fail("it sampled"))
     monkeypatch.setattr(sample, "sample", lambda *_, **__: pytest.fail("it sampled"))
     (place / "readonly").mkdir(0o555)
