@@ -10,7 +10,18 @@ import jax
 import numpy as np
 import pytest
 from server import Server
-from tiny import STORIES, digit_prompts, digit_stop, digit_task, needs_data, read_lines, refused, says_three, write_rows
+from tiny import (
+    GOLDEN,
+    STORIES,
+    digit_prompts,
+    digit_stop,
+    digit_task,
+    needs_data,
+    read_lines,
+    refused,
+    says_three,
+    write_rows,
+)
 
 from grpo_jax.commands import evaluate, flags, grpo, ppo
 from grpo_jax.config import EngineOptions, recipe, with_options
@@ -80,7 +91,7 @@ def samples(sampler, load, load_adapter, draw, width):
 
 
 TASK = digit_task(says_three, partial(digit_prompts, count=4))
-PRETRAINED = huggingface.Pretrained(SHAPE, {}, None, (EOS,), None)
+PRETRAINED = huggingface.Pretrained(SHAPE, {}, None, (EOS,), GOLDEN / "llama")
 OWN = make_sampler(POLICY, TASK, CONFIG.sampling)
 
 
