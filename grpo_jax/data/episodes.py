@@ -57,6 +57,10 @@ class Environment(NamedTuple):
     # an episode -> its metrics by name; their means are logged with the prefix "environment_"
     measure: Callable[[Completion], Mapping[str, float]] | None = None
     source: str = ""  # digest of the file that the function was loaded from; empty: it is not from a file
+    # rows -> rows with the first observations as prompts. Default: the rows have their prompts
+    begin: Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, Any]]] = lambda rows: rows
+    # is told the keys of the last turns of episodes that have ended
+    end: Callable[[Sequence[Key]], None] = lambda keys: None
 
 
 def environment(reply: ReplyFn, encode: Callable[[str], Sequence[int]]) -> Environment:
@@ -84,13 +88,13 @@ def messages_of(replies: Sequence[Reply]) -> dict[str, str]:
 
 def asked(reply: ReplyFn, episodes: Sequence[tuple[Example, Transcript, Key]]) -> list[Reply]:
     """Calls a function for each episode and checks its replies."""
-    return [checked_reply(answer) for answer in resolve([_called(reply, *episode) for episode in episodes])]
+    return [checked_reply(answer) for answer in resolve([called(reply, *episode) for episode in episodes])]
 
 
-def _called(reply: ReplyFn, *arguments: Any) -> Any:
-    """Returns the answer of a function, or its coroutine, neither of which raises."""
+def called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns the answer of a function, or its coroutine, neither of which raises. An error becomes a `Reply`."""
     try:
-        answer = reply(*arguments)
+        answer = function(*arguments)
         return _finished(answer) if inspect.isawaitable(answer) else answer
     except (Exception, SystemExit):  # code of a policy may call exit()
         return _raised()

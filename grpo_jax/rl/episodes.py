@@ -177,6 +177,7 @@ def play(
             end, ids = _outcome(reply, prompt, sampled, place, number, task, sampling)
             ending[place] = ENDINGS.index(end) if end else -1
             reply_ids[place][: len(ids)], counts[place] = ids, len(ids)
+        task.environment.end([key for place, key in zip(places, keys, strict=True) if ending[place] >= 0])
         if (ending >= 0).all():
             break
         out = turns.send((reply_ids, counts, ending < 0))
