@@ -28,6 +28,7 @@ class Reply(NamedTuple):
     ids: Sequence[int] | None = None  # token ids that replace the text, delimiters included
     failure: str = ""  # the reason in FAILURES why there is no reply; it ends the episode
     message: str = ""  # details of the failure
+    rewards: Sequence[Number] = ()  # rewards of all turns so far, which replace earlier ones
 
 
 # The reasons why an episode ends: the environment is done, a budget is used up, or the environment failed.
@@ -120,7 +121,8 @@ def checked_reply(value: Any) -> Reply:
     # A text that exceeds any budget ends the episode anyway, so its rest is not needed.
     ids = None if value.ids is None else [int(i) for i in value.ids[: MAX_CHARACTERS + 1]]
     reward = None if value.reward is None else real_number(value.reward)
-    return Reply(value.text[: MAX_CHARACTERS + 1], bool(value.done), reward, ids, value.failure, value.message)
+    rewards = [None if x is None else real_number(x) for x in value.rewards]
+    return Reply(value.text[: MAX_CHARACTERS + 1], bool(value.done), reward, ids, value.failure, value.message, rewards)
 
 
 def _wrong(value: Any) -> str:
@@ -134,12 +136,14 @@ def _wrong(value: Any) -> str:
             return f"a reply whose {name} is of type {type(getattr(value, name)).__name__}"
     try:
         value.text[: MAX_CHARACTERS + 1].encode()
-        is_number = value.reward is None or bool(abs(real_number(value.reward)) <= LARGEST_REWARD)
+        numbers = [x for x in (value.reward, *value.rewards) if x is not None]
+        is_number = all(bool(abs(real_number(x)) <= LARGEST_REWARD) for x in numbers)
+        is_number &= not any(isinstance(x, str | bytes) for x in numbers)
     except UnicodeEncodeError:
         return "text that is no valid unicode"
     except (TypeError, ValueError, OverflowError):
         is_number = False
-    if not is_number or isinstance(value.reward, str | bytes):
+    if not is_number:
         return "a reward that is no finite number of float32"
     ids = value.ids
     is_list = isinstance(ids, list | tuple)

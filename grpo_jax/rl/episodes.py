@@ -173,6 +173,8 @@ def play(
         for place, reply in zip(places, replies, strict=True):
             if reply.reward is not None:
                 rewards[(*place, number)] = reply.reward
+            if reply.rewards:
+                rewards[place][: number + 1] = np.array(reply.rewards, np.float32)  # None becomes NaN
             prompt = examples[place[0]]["prompt"]
             end, ids = _outcome(reply, prompt, sampled, place, number, task, sampling)
             ending[place] = ENDINGS.index(end) if end else -1

@@ -66,12 +66,13 @@ class _Session:
         self.transcript: list[Message] = []  # what the policy has read and written
         self.tools: list[Mapping[str, Any]] = []
 
-    def answer(self, action: Completion, name: str, turn: int) -> None:
-        """Answers the request that waits."""
-        message = answer_message(action, turn, has_tools=bool(self.tools))
+    def answer(self, name: str, actions: Sequence[Completion], max_tokens: int) -> None:
+        """Answers the request that waits with the last of all actions, which have at most `max_tokens` tokens."""
+        message = answer_message(actions[-1], len(actions), has_tools=bool(self.tools))
         self.transcript.append(read_message(message, "the answer"))
+        is_cut = sum(map(_num_tokens, actions)) >= max_tokens
         if self.waiting and not self.waiting.done():
-            self.waiting.set_result(write_answer(message, action, f"{name}-{turn}"))
+            self.waiting.set_result(write_answer(message, f"{name}-{len(actions)}", is_cut=is_cut))
         self.waiting = None
 
     def stop(self, why: Refused) -> None:
@@ -164,14 +165,15 @@ class _Agents:
     def _reply(self, key: Key, example: Example, transcript: Transcript, event: ChatRequest | Reply) -> Reply:
         """Returns what an agent did as the reply of an environment."""
         if isinstance(event, Reply):
-            return event
+            turns, count = key[-1] + 1, len(event.rewards)
+            return event if count in (0, turns) else _failed(f"the agent returned {count} rewards for {turns} turns")
         session, prompt, action = self._sessions[_name(key)], example["prompt"], transcript[-1].action
         try:
             added = added_messages(session.transcript, event)
             _check_tools(session.tools, event)
             if sum(len(message["content"]) for message in added) > MAX_CHARACTERS:
                 return Reply("".join(message["content"] for message in added))  # longer than any budget of tokens
-            ids = self._encode(added, getattr(prompt, "kwargs", {}), action.stopped or action.truncated)
+            ids = self._encode(added, getattr(prompt, "kwargs", {}), _is_open(action))
         except (Refused, UsageError) as error:
             return Reply(failure="not a reply", message=f"a request of the agent fails its rollout: {error}")
         session.transcript = event.messages
@@ -181,8 +183,8 @@ class _Agents:
 
     async def _advance(self, key: Key, example: Example, transcript: Transcript) -> ChatRequest | Reply:
         """Answers the request of an agent, which begins before its first answer, and returns what it does then."""
-        name, turn = _name(key), key[-1]
-        if turn == 0:
+        name = _name(key)
+        if key[-1] == 0:
             self._stop(name, Refused("the rollout begins again", status=404))
             first = await self._first(name, example.get("row", example))
             if isinstance(first, Reply):
@@ -197,7 +199,7 @@ class _Agents:
                 return _failed(f"a request of the agent fails its rollout: {error}")
             session.transcript = first.messages
         session = self._sessions[name]
-        session.answer(transcript[-1].action, "-".join(map(str, key[:-1])), turn)
+        session.answer(name, [turn.action for turn in transcript], self._values["max_tokens"])
         return session.failure or await self._next(session)
 
     async def _first(self, name: str, row: Mapping[str, Any]) -> ChatRequest | Reply:
@@ -218,7 +220,10 @@ class _Agents:
     async def _run_agent(self, session: _Session, row: Example, client: Any) -> None:
         run = self._run if inspect.iscoroutinefunction(self._run) else partial(_in_thread, self._run)
         value = await awaited(called(run, row, client))
-        session.events.put_nowait(checked_reply(value if isinstance(value, Reply) else Reply(done=True, reward=value)))
+        if not isinstance(value, Reply):
+            several = isinstance(value, list | tuple)
+            value = Reply(done=True, rewards=value) if several else Reply(done=True, reward=value)
+        session.events.put_nowait(checked_reply(value))
 
     def _stop(self, name: str, why: Refused) -> None:
         if session := self._sessions.pop(name, None):
@@ -255,9 +260,9 @@ def open_agent(
     """Opens an agent as an environment, whose endpoint ends with the block.
 
     Args:
-      run: (example, client) -> the reward of its rollout, or None if it does not apply. May be async. The example is a
-        row. The client is an `openai.AsyncOpenAI`, or an `openai.OpenAI` if `run` is not async. If the second
-        parameter is named "url", it gets the URL instead.
+      run: (example, client) -> the reward of its rollout, a list with the reward of each turn, or None if no reward
+        applies. May be async. The example is a row. The client is an `openai.AsyncOpenAI`, or an `openai.OpenAI` if
+        `run` is not async. If the second parameter is named "url", it gets the URL instead.
       chat: The tokenizer and its chat template.
       values: The values that fields of requests may have, from `chat_api.request_values`.
       deadline: Seconds that an agent may take until its next request.
@@ -323,6 +328,15 @@ def _client_maker(run: Run) -> Callable[[str], Any]:
 def _check_tools(tools: Sequence[Any], request: ChatRequest) -> None:
     if list(tools) != request.tools:
         raise Refused("its tools differ from those of the first request")
+
+
+def _is_open(action: Completion) -> bool:
+    """Returns whether a turn ended without EOS."""
+    return action.stopped or action.truncated
+
+
+def _num_tokens(action: Completion) -> int:
+    return len(action.ids) + (not _is_open(action))
 
 
 def _failed(words: str) -> Reply:

@@ -168,7 +168,7 @@ def answer_message(action: Completion, turn: int, *, has_tools: bool) -> dict[st
 
     Args:
       action: The turn.
-      turn: Its number, from 0, for the names of calls.
+      turn: Its number, from 1, for the names of calls.
       has_tools: True if the request had tools. Then calls become `tool_calls`, unless one cannot be read.
     """
     calls = calls_of(action) if has_tools else []
@@ -181,15 +181,15 @@ def answer_message(action: Completion, turn: int, *, has_tools: bool) -> dict[st
     return {"role": "assistant", "content": (before.strip() if mark else "") or None, "tool_calls": written}
 
 
-def write_answer(message: Mapping[str, Any], action: Completion, name: str) -> dict[str, Any]:
+def write_answer(message: Mapping[str, Any], name: str, *, is_cut: bool) -> dict[str, Any]:
     """Returns the answer to a request.
 
     Args:
       message: The assistant's message.
-      action: The turn of the policy.
       name: The name of the answer.
+      is_cut: True if the policy has no tokens left.
     """
-    reason = "tool_calls" if message.get("tool_calls") else "length" if action.truncated else "stop"
+    reason = "length" if is_cut else "tool_calls" if message.get("tool_calls") else "stop"
     return {
         "id": name,
         "object": "chat.completion",

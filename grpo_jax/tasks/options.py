@@ -119,9 +119,9 @@ def check_task_options(options: TaskOptions, *, needs_reward: bool = True) -> tu
         raise UsageError(
             "--environment, --tools, --environment-factory and --agent all answer the policy: give one of them"
         )
-    replies = next((name for name in _OF_REPLIES if getattr(options, name) != getattr(TaskOptions, name)), None)
+    replies = [name for name in _OF_REPLIES if getattr(options, name) != getattr(TaskOptions, name)]
     if replies and not any(getattr(options, name) for name in _ANSWERING):
-        raise UsageError(f"{replies} is for tasks with an environment, and this one has none: leave it out")
+        raise UsageError(f"{replies[0]} is for tasks with an environment, and this one has none: leave it out")
     if options.environment_factory and (
         not has_rows or options.template is not None or options.prompt_column != "prompt"
     ):
@@ -135,8 +135,8 @@ def check_task_options(options: TaskOptions, *, needs_reward: bool = True) -> tu
             "--agent gets the columns of your own rows, and its first request is the prompt: give rows as --task, and "
             "leave out --template, --system and --prompt-column"
         )
-    if options.agent and replies and replies != "reply_deadline":
-        raise UsageError(f"{replies} is for processes, and agents run in this process: leave it out")
+    if options.agent and replies not in ([], ["reply_deadline"]):
+        raise UsageError(f"{replies[-1]} is for processes, and agents run in this process: leave it out")
     texts = options.reward or _usual_rewards(options)
     if not texts and not (options.environment or options.agent) and needs_reward:
         raise UsageError(

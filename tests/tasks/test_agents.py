@@ -6,9 +6,10 @@ import json
 import random
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -20,10 +21,12 @@ import tokenizers
 from tiny import random_params, refused, tiny_config
 from transformers import PreTrainedTokenizerFast
 
-from grpo_jax.config import recipe
+from grpo_jax.config import EngineOptions, recipe
 from grpo_jax.data.episodes import ENDINGS, Reply, environment, episode_return
 from grpo_jax.data.types import Completion
+from grpo_jax.engines.sampler import sampler_of, seed_of
 from grpo_jax.models.chat import Chat, messages_encoder, reply_encoder
+from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, noise_of
@@ -215,6 +218,56 @@ def test_openai_clients_are_agents_too():
     assert_same(play(run)[0], by_environment())
 
 
+def test_lists_are_rewards_of_turns():
+    def run(example, url):
+        messages = first(example, url)
+        complete(url, [*messages, says("no")])
+        return [None, 2]
+
+    out, _ = play(run)
+    done = out.ending == ENDINGS.index("done")
+    assert done.any()
+    np.testing.assert_array_equal(out.turn_rewards[done], np.tile([np.nan, 2, np.nan], (done.sum(), 1)))
+
+
+def test_servers_sample_the_turns_of_agents(monkeypatch):
+    """The engine gives what our sampler drew, if a request's prompt holds the ids of all turns before."""
+    own, turns, noise = by_environment(), {}, noise_of(0, SAMPLING, 0)
+
+    class Engine:
+        rounding = 1.0
+
+        def __init__(self, *_, **options):
+            pass
+
+        def submit(self, params, requests):
+            bodies, answer = [request.body for request in requests], Future()
+            answer.set_result([turns.pop((x["seed"], tuple(x["prompt"]), x["max_tokens"])) for x in bodies])
+            return answer
+
+    monkeypatch.setattr("grpo_jax.engines.sampler.Engine", Engine)
+    model = Pretrained(SHAPE, PARAMS, CHAT.tokenizer, CHAT.eos_ids, Path("model"))
+    with opened_agent(talk) as opened:
+        task = task_of(opened.begin(ROWS), opened)
+        prompts, numbers = task.prompts(0), completion_numbers(SAMPLING_OPTIONS)
+        for i, j in np.ndindex(numbers.shape):
+            ids, mask, logprobs, turn = (
+                x[i, j] for x in (own.completion_ids, own.completion_mask, own.sampler_logprobs, own.turn)
+            )
+            for number in range(1, turn.max() + 1):
+                before = (turn > 0) & (turn < number)
+                text = (*prompts.tokens.ids[i][prompts.tokens.mask[i]].tolist(), *ids[before].tolist())
+                left, action = 12 - int((before & mask).sum()), mask & (turn == number)
+                turns[seed_of(noise, numbers[i, j], number), text, left] = (
+                    ids[action].tolist(),
+                    logprobs[action].tolist(),
+                )
+        through = sampler_of(EngineOptions(("http://x",)), model, task, CONFIG, note=print)
+        out = through.complete(PARAMS, prompts, numbers, group_temperatures(SAMPLING_OPTIONS), noise)
+    assert not turns
+    assert_same(out, own)
+
+
 # ---- tools
 
 
@@ -270,6 +323,11 @@ async def hanging_later(example, url):
     await asyncio.sleep(30)
 
 
+def rewarding_too_often(example, url):
+    first(example, url)
+    return [1, 2]
+
+
 def rewarding_with_text(example, url):
     first(example, url)
     return "well done"
@@ -315,6 +373,7 @@ FAULTS = [
     (hanging, "timeout", "neither made a request nor ended within 0.5 s"),
     (hanging_later, "timeout", "neither made a request nor ended within 0.5 s"),
     (rewarding_with_text, "not a reply", "a reward that is no finite number"),
+    (rewarding_too_often, "not a reply", "returned 2 rewards for 1 turns"),
     (summarising, "not a reply", r"messages\[0\] does not continue the transcript of this rollout: its content is"),
     (editing, "not a reply", r"messages\[1\] does not continue .* its content is 'I never said so'"),
     (repeating, "not a reply", "adds no message to the transcript"),
@@ -345,12 +404,13 @@ def test_budgets_end_agents_whose_requests_are_refused():
             ended.append(str(error))
             raise
 
-    out, messages = play(endless)
+    with opened_agent(endless) as opened:
+        out = sample(task_of(opened.begin(ROWS), opened))
+        deadline = time.monotonic() + 10
+        while len(ended) < 8 and time.monotonic() < deadline:  # six rollouts, and the two that told prompts
+            time.sleep(0.01)
     assert {*endings(out)} <= {"turns", "policy tokens"}
-    assert messages == {}
-    deadline = time.monotonic() + 10
-    while len(ended) < 8 and time.monotonic() < deadline:  # six rollouts, and the two that told prompts
-        time.sleep(0.01)
+    assert opened.messages == {}
     assert len(ended) == 8
     assert all("ended" in words or "has its prompt" in words for words in ended)
 
