@@ -495,8 +495,8 @@ class OptimizerConfig(AdamWConfig):
     minibatches: Size = 1
     """Optimizer steps of a pass; prompts are shuffled among them."""
     piece_tokens: Count = 0
-    """Largest number of tokens of a piece on each device, including padding. Results differ only by rounding. 0: 768 on
-    a CPU, 16,384 elsewhere, or what memory allows."""
+    """Most tokens of a piece on a device, including padding. Results differ only by rounding. 0: 768 on a CPU, 16,384
+    elsewhere, or what fits."""
     max_skipped: Size = 5
     """Number of steps in a row without finite gradients that ends the run. Each is skipped, and its batch is saved."""
 

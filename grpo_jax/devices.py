@@ -204,7 +204,7 @@ def jit_on_devices(
     if devices.is_single:
         return jax.jit(fn, donate_argnums=donate_argnums)
 
-    @wraps(fn)  # logs and profiles name the program
+    @wraps(getattr(fn, "func", fn))  # logs and profiles name the program
     def call(*args: Any) -> Any:
         if devices.mesh is not None:
             # `jax.set_mesh` around the call would not apply when the program is only lowered or traced.

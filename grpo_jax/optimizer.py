@@ -82,6 +82,12 @@ def make_optimizer(
     return optax.chain(optax.scale_by_schedule(lambda count: 1.0), own)
 
 
+def optimizer_of(options: AdamWConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Makes the optimizer that options describe, with a schedule."""
+    names = ("weight_decay", "max_grad_norm", "adam_epsilon", "optimizer")
+    return make_optimizer(schedule, **{name: getattr(options, name) for name in names if hasattr(options, name)})
+
+
 def has_weight_decay(params: Params) -> Any:
     """Returns for each parameter if weight decay applies: only to matrices, and not to routers."""
 

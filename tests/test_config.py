@@ -218,6 +218,17 @@ def test_the_page_has_the_rates_that_runs_are_compared_with():
     assert numbers == [(size, *rates) for size, rates in zip(sizes, configs.RATES.values(), strict=True)]
 
 
+def test_runs_of_earlier_versions_keep_options_that_are_gone_unless_they_were_used():
+    now = json.loads(json.dumps(dataclasses.asdict(configs.recipe())))
+    old = now | {"reference": {"kl_horizon": 10_000}, "optimizer": now["optimizer"] | {"microbatches": 0}}
+    assert grpo_options.from_json(configs.recipe(), old) == configs.recipe()
+    assert differing_options(old, now) == []
+    for name, value in (("kl_horizon", 64), ("microbatches", 4)):
+        assert differing_options(now | {name: value}, now) == [name]
+        with refused(f"there is no option {name}"):
+            grpo_options.from_json(configs.recipe(), now | {name: value})
+
+
 def test_methods_have_one_default_unless_the_page_says_why():
     defaults: dict[str, set] = {}
     for method in METHODS:

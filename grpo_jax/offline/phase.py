@@ -27,7 +27,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.params.tree import join
 from grpo_jax.models.rows.pieces import Pieces, by_prompts, computed_in_pieces
-from grpo_jax.optimizer import learning_rate_schedule, logged_rate, make_optimizer
+from grpo_jax.optimizer import learning_rate_schedule, logged_rate, optimizer_of
 from grpo_jax.options import Size, check_ranges
 from grpo_jax.step import Logs, TrainState, init_state, train_step
 
@@ -63,13 +63,8 @@ def make_fit_optimizer(config: SupervisedConfig) -> tuple[optax.Schedule, optax.
       UsageError: There is no such optimizer, or options are set that it does not read.
     """
     check_optimizer(config)
-    learning_rate = learning_rate_schedule(config, config.steps)
-    return learning_rate, make_optimizer(
-        learning_rate,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        optimizer=config.optimizer,
-    )
+    schedule = learning_rate_schedule(config, config.steps)
+    return schedule, optimizer_of(config, schedule)
 
 
 @lru_cache(maxsize=8)

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from grpo_jax import functional as F
 from grpo_jax.config import BY_PART, GRPOConfig, LossConfig
@@ -19,7 +18,7 @@ from grpo_jax.functional.numerics import call_with
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rows.pieces import choose_pieces
-from grpo_jax.optimizer import learning_rate_schedule, make_optimizer
+from grpo_jax.optimizer import learning_rate_schedule, optimizer_of
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
 from grpo_jax.rl.update import make_hooks, objective_term
@@ -40,7 +39,7 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         return {"old_logprobs": scores.logprobs, "old_entropy": scores.entropy}
 
     schedule = learning_rate_schedule(config.optimizer, config.num_updates)
-    initial_extras, hooks = make_hooks(config)
+    (initial_extras, hooks), rounded = make_hooks(config), policy.rounded
     terms, summarise = policy_terms(policy, replace(config.loss, correction=config.correction)), lambda metrics: metrics
     if policy.num_experts is not None:
         terms, summarise = (*terms, _routing_term(policy.num_experts)), _busiest_expert
@@ -49,26 +48,14 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         terms=terms,
         advantage=make_group_advantage(config.loss),
         aggregation=config.loss.objective.aggregation,
-        optimizer=optimizer_of(config, schedule),
+        optimizer=optimizer_of(config.optimizer, schedule),
         schedule=schedule,
         scorers=(*old_scorer(score, config), *reference_scorer(policy, config)),
         initial_extras=initial_extras,
         hooks=hooks,
-        rounded=policy.rounded,
+        rounded=rounded and (lambda trained: rounded(trained["policy"])),
         pieces=partial(choose_pieces, packs=policy.packs),
         summarise=summarise,
-    )
-
-
-def optimizer_of(config: GRPOConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Returns the optimizer of a run."""
-    options = config.optimizer
-    return make_optimizer(
-        schedule,
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
-        adam_epsilon=options.adam_epsilon,
-        optimizer=options.optimizer,
     )
 
 
@@ -209,7 +196,8 @@ def full_kl_term(policy: Policy, config: LossConfig) -> LossTerm:
 
         def divergence(states: jax.Array, ref_states: jax.Array, temperature: jax.Array) -> jax.Array:
             both = states, unembedding, ref_states, ref_unembedding
-            return F.token_kl(*both, reverse=reverse, temperature=temperature, softcap=softcap, ref_softcap=softcap)
+            common: Any = {"temperature": temperature, "softcap": softcap, "ref_softcap": softcap}
+            return F.token_kl(*both, reverse=reverse, **common)
 
         reference = states_of(policy, models["reference"], batch)
         kl, mask = forward.states.map(divergence, reference, batch.temperature), batch.completion_mask

@@ -146,7 +146,7 @@ def make_iteration(
 
     # Models that only score take no part in an update.
     updated = {role: part for role, part in frozen.items() if role in TRAINED_ROLES}
-    flops = update_flops(trained, updated, 1, programs.expert_share)
+    flops = update_flops(trained, updated, 1, programs.policy.expert_share)
     damage = make_damage_check(config.optimizer.learning_rate)
 
     def line(step: int, rollout: Rollout, batch: Batch, learned: Learned) -> StepLog:

@@ -20,8 +20,8 @@ from grpo_jax.models.decoder import heads
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.rows.geometry import TokenStates
-from grpo_jax.optimizer import learning_rate_schedule
-from grpo_jax.rl.grpo import kl_in_reward, masked, masked_mean, optimizer_of
+from grpo_jax.optimizer import learning_rate_schedule, optimizer_of
+from grpo_jax.rl.grpo import kl_in_reward, masked, masked_mean
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.types import Forward, LossTerm, Method, RewardArrays
 from grpo_jax.scoring import score_completion_tokens, states_of
@@ -66,7 +66,7 @@ def ppo_method(method: Method, policies: Mapping[str, Policy], config: GRPOConfi
     critic_schedule = learning_rate_schedule(critic_options, config.num_updates)
     # One optimizer for both, but each gradient is clipped by its own norm.
     optimizer = optax.multi_transform(
-        {"policy": method.optimizer, "critic": optimizer_of(config, critic_schedule)},
+        {"policy": method.optimizer, "critic": optimizer_of(config.optimizer, critic_schedule)},
         {"policy": "policy", "critic": "critic"},
     )
     return method._replace(

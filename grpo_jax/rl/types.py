@@ -120,7 +120,7 @@ class Method(NamedTuple):
     scorers: tuple[Scorer, ...] = ()
     initial_extras: Callable[[Any], dict[str, Any]] = lambda trained: {}  # trained parameters -> initial extras
     hooks: tuple[Hook, ...] = ()
-    rounded: Callable[[Params], Params] | None = None  # `Policy.rounded`
+    rounded: Callable[[Params], Params] | None = None  # trained parameters -> `Policy.rounded` of the policy's
     pieces: Callable[..., Pieces] = choose_pieces  # cuts a batch into pieces
     scores_ends: bool = False  # true if scorers also compute the state after the last token
     # metrics of an optimizer step -> metrics to log

@@ -32,7 +32,7 @@ def learn(
     frozen: Any,
     batch: Batch,
     rewards: RewardArrays,
-    seed_and_step: tuple[Array, Array],
+    seed_and_step: Array,
     *,
     devices: Devices = ONE_DEVICE,
 ) -> tuple[TrainState, Learned]:
@@ -45,23 +45,24 @@ def learn(
       frozen: Parameters that are not trained, by role. A "reference" among them is the initial policy.
       batch: The scored batch of N prompts.
       rewards: The rewards of its completions.
-      seed_and_step: The seed of the run, and the number of the iteration, from 0.
+      seed_and_step: The seed of the run, and the number of the iteration, from 0; uint32 `[2]`.
       devices: The devices that share the rows.
 
     Returns:
       The next state, and the metrics and advantages to log.
     """
+    seed, number = seed_and_step
     # ---- advantages
     kl_coef = state.extras.get("kl_coef", jnp.float32(config.loss.kl_coef))
     batch, advantages, logs = method.advantage(rewards, batch, kl_coef)
 
     # ---- updates: each prompt once per epoch, in shuffled minibatches
     step = partial(optimizer_step, method, config, frozen, devices)
-    state, metrics, order = update_epochs(step, state, batch, config, seed_and_step, devices)
+    state, metrics, order = update_epochs(step, state, batch, config, (seed, number), devices)
 
     # ---- hooks
     for hook in method.hooks:
-        state = hook(state, logs | metrics, seed_and_step[1])
+        state = hook(state, logs | metrics, number)
     return state, Learned(logs | metrics, advantages, order)
 
 
@@ -158,14 +159,10 @@ def optimizer_step(
         optimizer=method.optimizer,
         pieces=partial(method.pieces, piece_tokens=config.piece_tokens),
         devices=devices,
-        rounded=method.rounded and partial(_rounded_policy, method.rounded),
+        rounded=method.rounded,
     )
     tokens = jnp.sum(minibatch.completion_mask)
     return state, method.summarise(metrics) | rate | {"_tokens": tokens}
-
-
-def _rounded_policy(rounded: Callable[[Params], Params], trained: Params) -> Params:
-    return rounded(trained["policy"])
 
 
 def loss_of(method: Method, others: tuple[Any, Any], trained: Params, piece: Batch) -> tuple[jax.Array, Logs]:

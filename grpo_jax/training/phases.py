@@ -84,7 +84,7 @@ def train(
     """
     check_programs(programs, config)
     pop_bytes_moved()  # the first line counts only what this phase moves
-    for note in (*task.notes, *programs.notes):
+    for note in (*task.notes, *programs.policy.notes):
         run.warn_once(note, note)
     run.keep_inputs(phase, inputs_of(task) | config.sources)
     devices, logging = programs.sampler.devices, config.logging

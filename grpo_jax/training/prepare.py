@@ -117,19 +117,12 @@ def load_model(
             "that are trained: set lora_rank above 0, which freezes them, or leave both out"
         )
     if pretrained is None:
-        pretrained = load_pretrained(
-            options.model,
-            param_dtype=options.param_dtype,
-            quantize=options.quantize,
-            dtype=resolve_dtype(options.dtype),
-            rounding=options.rounding,
-            remat="none" if options.remat == "auto" else options.remat,  # auto is planned later
-            attention=options.attention,
-            router=options.router,
-            sharding=sharding,
-            weights=weights,
-            tokenizer=tokenizer,
-        )
+        named = {
+            name: getattr(options, name) for name in ("param_dtype", "quantize", "rounding", "attention", "router")
+        }
+        named["remat"] = "none" if options.remat == "auto" else options.remat  # auto is planned later
+        loading = {"sharding": sharding, "weights": weights, "tokenizer": tokenizer}
+        pretrained = load_pretrained(options.model, dtype=resolve_dtype(options.dtype), **named, **loading)
     elif tokenizer is not None:
         pretrained = with_tokenizer(pretrained, tokenizer)
     decoder_policy(pretrained.config)  # raises if this machine does not support the kind of attention

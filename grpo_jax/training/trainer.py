@@ -21,7 +21,7 @@ from grpo_jax.data.text import Message, uses_chat
 from grpo_jax.data.types import Component, hash_values, sources_of
 from grpo_jax.devices import devices_of, num_shards
 from grpo_jax.errors import UsageError, abbreviate, user_path
-from grpo_jax.models.chat import Chat, make_chat, reply_encoder, reply_reader
+from grpo_jax.models.chat import make_chat
 from grpo_jax.models.files.families import NOT_IN_FILES
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params.lora import merge
@@ -39,7 +39,7 @@ from grpo_jax.runs.runner import OnLine
 from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.generated import generated_task
 from grpo_jax.tasks.task import Task, text_task
-from grpo_jax.tasks.tools import check_calls, count_calls, reply_with, schemas_of
+from grpo_jax.tasks.tools import in_chat_template, reply_with, schemas_of
 from grpo_jax.training.phases import PHASES, train, train_with_control
 from grpo_jax.training.prepare import RunOptions, begin, load_models, prepare, prompt_options
 
@@ -158,8 +158,7 @@ class GRPOTrainer:
                 raise UsageError("the model has no tokenizer: give one as tokenizer")
         self._options = with_options(default, model=str(model), **options)
         run = self._options.train
-        check_ranges(run)
-        check_ranges(self._options.model)
+        check_ranges(self._options)
         check_effects(self._options)
         fitting = with_options(run, num_prompts=_divisor(run)) if self._lower_num_prompts else run
         validate(fitting, num_devices=num_shards(devices_of(run)))
@@ -236,7 +235,10 @@ class GRPOTrainer:
 
             sampling = self._options.train.sampling
             return open_agent(self._agent, chat, request_values(sampling, options_of(self._options)["stop"]))
-        return nullcontext(self._reply and _environment(self._reply, bool(self._tools), chat, in_chat=in_chat))
+        if self._reply is None:
+            return nullcontext()
+        encode, more = in_chat_template(chat, in_chat, has_tools=bool(self._tools))
+        return nullcontext(environment_of(self._reply, encode)._replace(**more))
 
     def _task(self, rows: str | Sequence[Mapping[str, Any]], environment: Environment | None) -> Task:
         """Makes a task from rows, with the held-out set if there is one, or from generators."""
@@ -262,15 +264,6 @@ class GRPOTrainer:
             **prompt_options(self._options, run.sampling, pretrained),
         )
         return task._replace(environment=environment)
-
-
-def _environment(reply: ReplyFn, has_tools: bool, chat: Chat, *, in_chat: bool) -> Environment:
-    """Makes an environment from a function. With tools, its replies may have the role "tool"."""
-    roles = ("tool", "user") if has_tools else ("user",) if in_chat else ()
-    if has_tools:
-        check_calls(chat)
-    environment = environment_of(reply, reply_encoder(chat, roles=roles))
-    return environment._replace(read=reply_reader(chat, roles=roles), measure=count_calls if has_tools else None)
 
 
 def _settings_of(pretrained: Pretrained) -> dict[str, Any]:

@@ -273,7 +273,7 @@ def test_interrupted_exports_leave_no_complete_looking_folder(place, failing, is
 
 
 def test_killed_evaluations_leave_no_stale_numbers(tmp_path, monkeypatch):
-    arrays = {"scores": np.ones((1, 1)), "greedy": np.ones(1), "graded": np.ones((1, 2), bool)}
+    arrays = {"rewards": np.ones((1, 1)), "greedy": np.ones(1), "graded": np.ones((1, 2), bool)}
     evaluation = SimpleNamespace(texts=[["a", "b"]], lengths=np.ones((1, 2), int), **arrays)
     task = SimpleNamespace(heldout=SimpleNamespace(examples=[{"prompt": "p"}]))
     results = evaluate.Options(), tmp_path, {}, evaluation, task
@@ -293,7 +293,7 @@ HARMED_FILES = [
 
 
 @pytest.mark.parametrize(("name", "harm"), HARMED_FILES)
-@pytest.mark.parametrize("read", [export, lambda: model_and_task.load(evaluate.Options(model="run"))])
+@pytest.mark.parametrize("read", [export, lambda: model_and_task.load_sampling_model(evaluate.Options(model="run"))])
 def test_a_model_description_that_changed_is_refused(place, name, harm, read):
     harm(place / "run/model" / name)
     with pytest.raises(UsageError, match=f"not what they were when the run in .* began: {name} of the model"):

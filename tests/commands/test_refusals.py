@@ -114,7 +114,7 @@ REFUSED = [
     ("grpo", "--optimizer rates.py:ready --decay linear", "decay has no effect on an optax transformation"),
     ("sft", "--optimizer rates.py:ready --learning-rate 1e-3", "learning_rate has no effect on an optax"),
     ("grpo", "--kl-horizon 5000", "no option kl_horizon: kl_coef always moves towards kl_target by at most a fifth"),
-    ("ppo", "--microbatches 2", "microbatches is called piece_tokens here (it is the largest number of tokens"),
+    ("grpo", "--microbatches 2", "microbatches is called piece_tokens here (it is the largest number of tokens"),
     ("grpo", "--reply-budget 5", "reply_budget is for tasks with an environment"),
     ("", "evaluate model --task rows.jsonl --reply-deadline 5", "reply_deadline is for tasks with an environment"),
     ("task", "--reward std=rewards.py:low", "a reward is called std, as is a deviation in metrics.jsonl"),

@@ -190,7 +190,7 @@ def phase_step(objective: FitObjective, start, batch, config: SupervisedConfig):
     """Returns the gradients of one step of a phase on its devices, `[1, ...]`, and its metrics, in NumPy."""
     devices = devices_of(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(phase, "make_optimizer", lambda *_, **__: recorder(1))
+        patch.setattr(phase, "optimizer_of", lambda *_: recorder(1))
         initial_state, train_step = make_fit_programs(objective, config)
     trained, frozen = (place(part, devices) for part in split(start))
     state = place(initial_state(trained), devices)

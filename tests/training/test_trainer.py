@@ -353,7 +353,7 @@ BAD_OPTIONS = [
     ({"prompts": Frame(["prompt", "answer"])}, "prompts is .*: give a list"),
     ({"prompts": [*PROMPTS, 4]}, "row 3: column prompt"),
     ({"prompts": PROMPTS, "num_prompts": 4}, "num_prompts is 4"),
-    ({"prompts": PROMPTS, "minibatches": 4}, "3 prompts for 4 pieces"),
+    ({"prompts": PROMPTS, "minibatches": 4}, "3 prompts for 4 parts"),
     ({"prompts": "nowhere.jsonl"}, "no nowhere.jsonl"),
     ({"prompts": "reasoning_gym:sums*"}, "the generator 'sums\\*' cannot be read"),
     ({"prompts": [[{"role": "user", "content": "1+1"}]]}, "no chat template"),
