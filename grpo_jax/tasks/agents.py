@@ -13,7 +13,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -26,14 +26,12 @@ from grpo_jax.data.episodes import (
     Transcript,
     called,
     checked_reply,
-    episode_return as episode_return,
     messages_of,
 )
 from grpo_jax.data.types import Completion, Example
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import Chat, Message, messages_encoder
 from grpo_jax.rewards.reward import place_and_reason
-from grpo_jax.rewards.worker import digest_of_source, load_function
 from grpo_jax.tasks.adapters import with_prompt
 from grpo_jax.tasks.chat_api import (
     MODELS,
@@ -42,7 +40,6 @@ from grpo_jax.tasks.chat_api import (
     answer_message,
     read_message,
     read_request,
-    request_values as request_values,
     write_answer,
 )
 from grpo_jax.tasks.endpoint import Refused, start_server
@@ -75,12 +72,10 @@ class _Session:
             self.waiting.set_result(write_answer(message, f"{name}-{len(actions)}", is_cut=is_cut))
         self.waiting = None
 
-    def stop(self, why: Refused) -> None:
-        """Ends the agent. A request that waits is refused."""
+    def refuse(self, why: Refused) -> None:
+        """Refuses the request that waits, if there is one."""
         if self.waiting and not self.waiting.done():
             self.waiting.set_exception(why)
-        if self.task:
-            self.task.cancel()
 
 
 class _Agents:
@@ -169,13 +164,12 @@ class _Agents:
             return event if count in (0, turns) else _failed(f"the agent returned {count} rewards for {turns} turns")
         session, prompt, action = self._sessions[_name(key)], example["prompt"], transcript[-1].action
         try:
-            added = added_messages(session.transcript, event)
-            _check_tools(session.tools, event)
+            added = added_messages(session.transcript, session.tools, event)
             if sum(len(message["content"]) for message in added) > MAX_CHARACTERS:
                 return Reply("".join(message["content"] for message in added))  # longer than any budget of tokens
             ids = self._encode(added, getattr(prompt, "kwargs", {}), _is_open(action))
         except (Refused, UsageError) as error:
-            return Reply(failure="not a reply", message=f"a request of the agent fails its rollout: {error}")
+            return _failed(f"a request of the agent fails its rollout: {error}")
         session.transcript = event.messages
         return Reply(ids=ids)
 
@@ -189,15 +183,11 @@ class _Agents:
             first = await self._first(name, example.get("row", example))
             if isinstance(first, Reply):
                 return first if first.failure else _failed("the agent ended without a request")
-            session, prompt = self._sessions[name], example["prompt"]
-            session.tools = first.tools
-            try:
-                expected = [read_message(message, "the prompt") for message in prompt.messages]
-                if first.messages != expected or first.tools != list(prompt.kwargs.get("tools") or []):
-                    raise Refused("the first request has other messages or tools than when the agent told the prompt")
-            except Refused as error:
-                return _failed(f"a request of the agent fails its rollout: {error}")
-            session.transcript = first.messages
+            prompt = example["prompt"]
+            messages = [read_message(message, "the prompt") for message in prompt.messages]
+            if first != (messages, prompt.kwargs.get("tools") or []):
+                return _failed("the first request has other messages or tools than when the agent told the prompt")
+            self._sessions[name].transcript, self._sessions[name].tools = first
         session = self._sessions[name]
         session.answer(name, [turn.action for turn in transcript], self._values["max_tokens"])
         return session.failure or await self._next(session)
@@ -220,14 +210,16 @@ class _Agents:
     async def _run_agent(self, session: _Session, row: Example, client: Any) -> None:
         run = self._run if inspect.iscoroutinefunction(self._run) else partial(_in_thread, self._run)
         value = await awaited(called(run, row, client))
-        if not isinstance(value, Reply):
-            several = isinstance(value, list | tuple)
-            value = Reply(done=True, rewards=value) if several else Reply(done=True, reward=value)
+        if not isinstance(value, Reply):  # that `called` makes of an error
+            value = Reply(done=True, **{"rewards" if isinstance(value, list) else "reward": value})
         session.events.put_nowait(checked_reply(value))
 
     def _stop(self, name: str, why: Refused) -> None:
+        """Ends an agent. A request that waits is refused."""
         if session := self._sessions.pop(name, None):
-            session.stop(why)
+            session.refuse(why)
+            assert session.task
+            session.task.cancel()
 
     async def _serve(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
         """Answers a request of an agent, once the policy has."""
@@ -245,8 +237,7 @@ class _Agents:
             why = Refused("a rollout makes one request at a time, and another one still waits: await it first")
             session.failure = _failed(f"a request of the agent fails its rollout: {why}")
             session.events.put_nowait(session.failure)
-            if not session.waiting.done():
-                session.waiting.set_exception(why)
+            session.refuse(why)
             raise why
         session.waiting = asyncio.get_running_loop().create_future()
         session.events.put_nowait(request)
@@ -290,16 +281,6 @@ def open_agent(
         agents.close()
 
 
-def open_named_agent(spec: str, chat: Chat, values: Mapping[str, Any], **options: Any) -> AbstractContextManager[Any]:
-    """Opens the agent that a text such as "file.py:run" names: see `open_agent`.
-
-    Raises:
-      UsageError: The function cannot be loaded, or `open_agent` raises it.
-    """
-    run = load_function("agent", spec)
-    return open_agent(run, chat, values, source=digest_of_source(spec), **options)
-
-
 def _client_maker(run: Run) -> Callable[[str], Any]:
     """Returns the function from a URL to the second argument of an agent."""
     try:
@@ -323,11 +304,6 @@ def _client_maker(run: Run) -> Callable[[str], Any]:
     pool = http(trust_env=False)
     first = make(base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=None, http_client=pool)
     return lambda url: first.with_options(base_url=url)
-
-
-def _check_tools(tools: Sequence[Any], request: ChatRequest) -> None:
-    if list(tools) != request.tools:
-        raise Refused("its tools differ from those of the first request")
 
 
 def _is_open(action: Completion) -> bool:

@@ -138,17 +138,22 @@ def _read_tools(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return tools
 
 
-def added_messages(transcript: Sequence[Message], request: ChatRequest) -> list[Message]:
+def added_messages(
+    transcript: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: ChatRequest
+) -> list[Message]:
     """Returns the messages that a request adds to a transcript.
 
     Args:
       transcript: The messages that the model has read and written.
-      request: The request, which begins with these messages.
+      tools: The tools of the first request.
+      request: The request, which has these tools and begins with these messages.
 
     Raises:
       Refused: It does not continue the transcript.
     """
     messages = request.messages
+    if request.tools != tools:
+        raise Refused("its tools differ from those of the first request")
     for i, (known, message) in enumerate(zip(transcript, messages, strict=False)):
         if known != message:
             name = next((x for x in _FIELDS if known.get(x) != message.get(x)), "role")

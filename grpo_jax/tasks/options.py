@@ -17,6 +17,7 @@ from grpo_jax.models.chat import make_chat
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.options import Bound, Size
 from grpo_jax.rewards.reward import RewardLike, open_rewards, parse_reward
+from grpo_jax.rewards.worker import digest_of_source, load_function
 from grpo_jax.tasks.task import Task, text_task
 
 # Strict and lenient grading are both logged: a model that learns only the format raises just the strict reward.
@@ -219,12 +220,18 @@ def open_task(
         otherwise = environments.episode_return if options.environment else {}
     make = _task_maker(options, training, has_levels)
     if options.agent:
-        from grpo_jax.tasks import agents  # imported only by tasks with an agent
+        from grpo_jax.data.episodes import episode_return  # imported only by tasks with an agent
+        from grpo_jax.tasks.agents import open_agent
+        from grpo_jax.tasks.chat_api import request_values
 
-        writer = make_chat(pretrained.tokenizer, pretrained.eos_ids, chat_template_kwargs)
-        values = agents.request_values(decoding, prompts.get("stop", ()))
-        opened = agents.open_named_agent(options.agent, writer, values, deadline=options.reply_deadline)
-        otherwise = agents.episode_return
+        run, otherwise = load_function("agent", options.agent), episode_return
+        opened = open_agent(
+            run,
+            make_chat(pretrained.tokenizer, pretrained.eos_ids, chat_template_kwargs),
+            request_values(decoding, prompts.get("stop", ())),
+            deadline=options.reply_deadline,
+            source=digest_of_source(options.agent),
+        )
     graded = open_rewards(
         texts,
         group_size=group_size,

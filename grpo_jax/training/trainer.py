@@ -217,11 +217,11 @@ class GRPOTrainer:
 
     def _reset(self, rows: str | list[Mapping[str, Any]]) -> Any:
         """Returns rows, to whose prompts an environment written for TRL adds the result of its `reset`."""
-        if self._factory is None:
+        if self._factory is None and self._agent is None:
             return rows
         if isinstance(rows, str):
-            raise UsageError("environment_factory gives the columns of rows to reset, and generators have none")
-        return trl_rows(self._factory, rows)
+            raise UsageError("environment_factory and agent get the columns of rows, and generators have none")
+        return rows if self._factory is None else trl_rows(self._factory, rows)
 
     def _open_environment(self) -> AbstractContextManager[Environment | None]:
         """Opens what answers the policy, if anything does."""
@@ -231,7 +231,8 @@ class GRPOTrainer:
             raise UsageError("tools need a tokenizer with a chat template, which tells the model of them, and chat")
         chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs)
         if self._agent is not None:
-            from grpo_jax.tasks.agents import open_agent, request_values  # only runs with an agent start its thread
+            from grpo_jax.tasks.agents import open_agent  # imported only by runs with an agent
+            from grpo_jax.tasks.chat_api import request_values
 
             sampling = self._options.train.sampling
             return open_agent(self._agent, chat, request_values(sampling, options_of(self._options)["stop"]))
@@ -243,11 +244,11 @@ class GRPOTrainer:
     def _task(self, rows: str | Sequence[Mapping[str, Any]], environment: Environment | None) -> Task:
         """Makes a task from rows, with the held-out set if there is one, or from generators."""
         run, pretrained = self._options.train, self._models["policy"]
-        begin = environment.begin if environment else list
+        begin_rows = environment.begin if environment else list
         lower = partial(_fitting_num_prompts, run) if self._lower_num_prompts else lambda _: run.sampling.num_prompts
         if not isinstance(rows, str):
-            held: Any = {"heldout_share": 0.0} if self._heldout is None else {"heldout_rows": begin(self._heldout)}
-            make: Any = partial(text_task, rows=begin(rows), num_prompts=lower, **held)
+            held: Any = {"heldout_share": 0.0} if self._heldout is None else {"heldout_rows": begin_rows(self._heldout)}
+            make: Any = partial(text_task, rows=begin_rows(rows), num_prompts=lower, **held)
         elif self._heldout is None:
             generators = parse_generators(rows.removeprefix(PREFIX))
             make = partial(generated_task, generators=generators, num_prompts=lower(sys.maxsize))

@@ -378,7 +378,7 @@ FAULTS = [
     (editing, "not a reply", r"messages\[1\] does not continue .* its content is 'I never said so'"),
     (repeating, "not a reply", "adds no message to the transcript"),
     (speaking_for_the_policy, "not a reply", "adds a message of the assistant that the model did not write"),
-    (in_parallel, "not a reply", "(one request at a time|other messages or tools)"),
+    (in_parallel, "not a reply", "(one request at a time|other messages or tools|does not continue)"),
     (changing_tools, "not a reply", "its tools differ from those of the first request"),
     (beginning_otherwise, "not a reply", "other messages or tools than when the agent told the prompt"),
 ]

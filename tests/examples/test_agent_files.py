@@ -9,7 +9,9 @@ from transformers import PreTrainedTokenizerFast
 from grpo_jax.config import SamplingConfig
 from grpo_jax.data.types import Completion, Prompt, Turn
 from grpo_jax.models.chat import Chat
-from grpo_jax.tasks.agents import open_named_agent, request_values
+from grpo_jax.rewards.worker import load_function
+from grpo_jax.tasks.agents import open_agent
+from grpo_jax.tasks.chat_api import request_values
 
 FOLDER = Path(__file__).parents[2] / "examples/agents"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<assistant>"
@@ -30,7 +32,7 @@ def play(name, row, actions):
     """Returns the messages of the prompt, the texts that the policy read then, and the last reply."""
     writer, read = chat(), []
     values = request_values(SamplingConfig(), ())
-    with open_named_agent(f"{FOLDER / name}.py:run", writer, values) as opened:
+    with open_agent(load_function("agent", f"{FOLDER / name}.py:run"), writer, values) as opened:
         (begun,) = opened.begin([row])
         kwargs = {"tools": begun["tools"]} if begun["tools"] else {}
         example = begun | {"prompt": Prompt("", begun["prompt"], kwargs)}
