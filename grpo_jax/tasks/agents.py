@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -196,7 +197,7 @@ class _Agents:
         """Begins an agent, and returns its first request, or its end."""
         session = self._sessions[name] = _Session()
         client = self._make_client(f"{self._url}/{name}/v1")
-        session.task = asyncio.get_running_loop().create_task(self._run_agent(session, dict(row), client))
+        session.task = asyncio.get_running_loop().create_task(self._run_agent(session, deepcopy(dict(row)), client))
         return await self._next(session)
 
     async def _next(self, session: _Session) -> ChatRequest | Reply:

@@ -50,7 +50,7 @@ class TaskOptions:
     """file.py:Class, written for environment_factory of TRL. Its methods are tools, and its reset adds to prompts.
     Without --reward its get_reward counts."""
     agent: str = ""
-    """file.py:run, a function of (example, client) that talks to the policy as to OpenAI's API, and returns its reward.
+    """file.py:run, a function (example, client) -> reward that talks to the policy as to OpenAI's API.
     Needs a chat template, --max-turns and --environment-tokens."""
     prompt_column: str = "prompt"
     """Column of your own rows with the prompt: text, or a list of chat messages."""

@@ -218,6 +218,21 @@ def test_openai_clients_are_agents_too():
     assert_same(play(run)[0], by_environment())
 
 
+def test_agents_may_append_to_the_messages_of_their_row():
+    def run(example, url):
+        messages = example["prompt"]
+        messages += [complete(url, messages)["message"], says("no")]
+        complete(url, messages)
+        return 1
+
+    rows = [{"prompt": [says(row["question"])]} for row in ROWS]
+    with opened_agent(run) as opened:
+        task = task_of(opened.begin(rows), opened)
+        first, second = sample(task), sample(task)
+    assert opened.messages == {}
+    assert_same(first, second)
+
+
 def test_lists_are_rewards_of_turns():
     def run(example, url):
         messages = first(example, url)
