@@ -5,6 +5,7 @@ import http.client
 import json
 import random
 import re
+import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.config import EngineOptions, recipe
 from grpo_jax.data.episodes import ENDINGS, Reply, environment, episode_return
-from grpo_jax.data.types import Completion
+from grpo_jax.data.types import Completion, Prompt, Turn
 from grpo_jax.engines.sampler import sampler_of, seed_of
 from grpo_jax.models.chat import Chat, messages_encoder, reply_encoder
 from grpo_jax.models.huggingface import Pretrained
@@ -233,6 +234,54 @@ def test_agents_may_append_to_the_messages_of_their_row():
     assert_same(first, second)
 
 
+def ask(opened, row, *actions, copies=1):
+    """Returns the replies to the last of some turns, which the policy is said to have written."""
+    example, transcript = row | {"prompt": Prompt("", row["prompt"])}, [Turn(action) for action in actions]
+    return opened.ask([example] * copies, [transcript] * copies, [(0, 0, 0, 0, len(actions) - 1)] * copies)
+
+
+def test_copies_of_an_episode_share_an_agent():
+    started = []
+
+    def run(example, url):
+        started.append(url)
+        return len(first(example, url))
+
+    with opened_agent(run) as opened:
+        (row,) = opened.begin(ROWS[:1])
+        replies = ask(opened, row, Completion("a"), copies=2)
+    assert [reply.reward for reply in replies] == [2, 2]
+    assert len(started) == 2  # once for the prompt
+
+
+def test_turns_without_an_end_are_ended_before_what_follows():
+    def run(example, url):
+        complete(url, [*first(example, url), says("no")])
+
+    chat = CHAT._replace(eos_ids=(257,))
+    with open_agent(run, chat, request_values(SAMPLING_OPTIONS, ())) as opened:
+        (row,) = opened.begin(ROWS[:1])
+        texts = [chat.tokenizer.decode(ask(opened, row, Completion("a", stopped=stopped))[0].ids) for stopped in (0, 1)]
+    assert texts[0].startswith("\n<|im_start|>user\nno")
+    assert texts[1] == "<|im_end|>" + texts[0]
+
+
+def test_a_turn_that_leaves_no_tokens_is_finished_by_length():
+    reasons = []
+
+    def run(example, url):
+        messages = [says(example["question"])]
+        choice = complete(url, messages)
+        reasons.append(choice["finish_reason"])
+        return 1
+
+    with opened_agent(run) as opened:
+        (row,) = opened.begin(ROWS[:1])
+        for size in (10, 11):  # with the end of the turn 12 is all
+            ask(opened, row, Completion("a", range(size)))
+    assert reasons == ["stop", "length"]
+
+
 def test_lists_are_rewards_of_turns():
     def run(example, url):
         messages = first(example, url)
@@ -430,10 +479,13 @@ def test_budgets_end_agents_whose_requests_are_refused():
     assert all("ended" in words or "has its prompt" in words for words in ended)
 
 
-def test_agents_that_tell_no_prompt_are_refused():
+def test_agents_that_tell_no_prompt_are_refused(monkeypatch):
     with opened_agent(lambda example, url: 1) as opened, refused("told no prompt of row 0: it ended without a request"):
         opened.begin(ROWS)
     with refused(r"function of \(example, client\) or \(example, url\)"), opened_agent(lambda x: 1):
+        pass
+    monkeypatch.setitem(sys.modules, "openai", None)  # as if it were not installed
+    with refused("needs the package openai: pip install openai"), opened_agent(lambda example, client: 1):
         pass
 
 
