@@ -121,7 +121,7 @@ def checked_reply(value: Any) -> Reply:
     # A text that exceeds any budget ends the episode anyway, so its rest is not needed.
     ids = None if value.ids is None else [int(i) for i in value.ids[: MAX_CHARACTERS + 1]]
     reward = None if value.reward is None else real_number(value.reward)
-    rewards = [None if x is None else real_number(x) for x in value.rewards]
+    rewards = tuple(None if x is None else real_number(x) for x in value.rewards)
     return Reply(value.text[: MAX_CHARACTERS + 1], bool(value.done), reward, ids, value.failure, value.message, rewards)
 
 
