@@ -116,5 +116,6 @@ def task_of(options: Config, pretrained: Pretrained) -> AbstractContextManager[T
         group_size=sampling.group_size,
         seed=options.train.seed,
         has_levels=sampling.curriculum > 0,
+        decoding=sampling,
         **prompt_options(options, sampling, pretrained),
     )

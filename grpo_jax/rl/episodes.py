@@ -175,10 +175,13 @@ def play(
         for place, reply in zip(places, replies, strict=True):
             if reply.reward is not None:
                 rewards[(*place, number)] = reply.reward
+            if reply.rewards:
+                rewards[place][: number + 1] = np.array(reply.rewards, np.float32)  # None becomes NaN
             prompt = examples[place[0]]["prompt"]
             end, ids = _outcome(reply, prompt, sampled, place, number, task, sampling)
             ending[place] = ENDINGS.index(end) if end else -1
             reply_ids[place][: len(ids)], counts[place] = ids, len(ids)
+        task.environment.end([key for place, key in zip(places, keys, strict=True) if ending[place] >= 0])
         if (ending >= 0).all():
             break
         out = turns.send((reply_ids, counts, ending < 0))

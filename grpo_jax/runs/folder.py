@@ -395,7 +395,7 @@ FREE_OPTIONS |= {"engine_dtype", "engine_timeout", "engine_folder"}
 ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
 FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 # Options that runs of earlier commits lack, with the values that they had in effect.
-_ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64, "constant": [], "optimizer": "adamw"}
+_ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64, "constant": [], "optimizer": "adamw", "agent": ""}
 _ADDED_OPTIONS |= options_of(CriticConfig())
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"
 _MACHINE = "machine"  # the entry of inputs.json that may change, with a warning
