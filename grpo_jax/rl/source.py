@@ -38,6 +38,9 @@ class Sampler(NamedTuple):
     # engine samples, or several programs do
     program: Callable[..., Completions] | None = None
     group_tokens: int = 0  # tokens of a prompt's completions, G · T. 0: prompts are never cut
+    # Dispatches a copy of the policy that the next update, which donates the state, does not touch. The result is the
+    # `params` of `sample`
+    take: Callable[[Params], Any] = lambda params: params
 
     def sample(
         self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
@@ -71,7 +74,7 @@ class Sampler(NamedTuple):
 
     def complete(self, params: Params, *args: Any) -> Completions:
         """Samples as `sample` does, and returns NumPy arrays. The parameters may be on a single device."""
-        return all_rows(self.sample(place(params, self.devices), *args)[1], self.devices)
+        return all_rows(self.sample(self.take(place(params, self.devices)), *args)[1], self.devices)
 
 
 def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, devices: Devices = ONE_DEVICE) -> Sampler:
@@ -142,7 +145,7 @@ def make_draw(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
                 f"the task gave {len(prompts.examples)} prompts for {config.sampling.num_prompts}: set its num_prompts"
             )
         noise = noise_of(config.seed, SAMPLING, index)
-        return Rollout(prompts, sampler.sample(policy, prompts, numbers, temperature, noise)[0])
+        return Rollout(prompts, sampler.sample(sampler.take(policy), prompts, numbers, temperature, noise)[0])
 
     return draw
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax import hosts
-from grpo_jax.config import CriticConfig
+from grpo_jax.config import CriticConfig, SamplerConfig
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import peak_memory_mb
 from grpo_jax.errors import UsageError
@@ -392,7 +392,8 @@ class RunFolder:
 # Options that a resumed run may change, because its results do not depend on them.
 FREE_OPTIONS = {"keep_checkpoints", "keep_best", "checkpoint_every", "wandb", "compilation_cache", "stop_code"}
 FREE_OPTIONS |= {"engine_dtype", "engine_timeout", "engine_folder"}
-ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
+# Options that change only rounding, with their defaults.
+ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1, **options_of(SamplerConfig())}
 FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 # Options that runs of earlier commits lack, with the values that they had in effect.
 _ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64, "constant": [], "optimizer": "adamw"}
