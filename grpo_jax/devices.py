@@ -139,8 +139,8 @@ def devices_of(config: PhaseConfig) -> Devices:
     devices = Devices(listed, mesh) if only_sample else first_devices(mesh)
     if sum(map(len, rows_of_hosts(devices, parts(devices)))) > parts(devices):
         raise UsageError(
-            f"tensor is {tensor}, but a host has {len(local_devices(devices))} devices, and a group lies on those of one "
-            "host: set tensor to a divisor of them, and fsdp to the rest"
+            f"tensor is {tensor}, but a host has {len(local_devices(devices))} devices, and a group lies on those of "
+            "one host: set tensor to a divisor of them, and fsdp to the rest"
         )
     return devices
 
@@ -160,7 +160,9 @@ def sampling_devices(config: GRPOConfig) -> Devices:
             f"sampler_fsdp x sampler_tensor is {fsdp * tensor}, which does not divide the {count} sampler_devices: set "
             "sampler_devices to a multiple"
         )
-    devices = Devices(listed, Mesh(count // (fsdp * tensor), fsdp, tensor) if fsdp * tensor > 1 else None)
+    # With several hosts, `jax.pmap` inside a program takes the first devices of a host.
+    has_mesh = fsdp * tensor > 1 or (count > 1 and hosts.count() > 1)
+    devices = Devices(listed, Mesh(count // (fsdp * tensor), fsdp, tensor) if has_mesh else None)
     if prompts % (split := num_hosts(training) * parts(devices)):
         raise UsageError(
             f"num_prompts is {prompts}: it must be a multiple of hosts x sampler_devices / sampler_tensor, {split}"
@@ -186,6 +188,11 @@ def size(devices: Devices) -> int:
 def parts(devices: Devices) -> int:
     """Returns the number of parts into which the prompts of a batch are split. A group is never split."""
     return size(devices) if devices.mesh is None else devices.mesh.data * devices.mesh.fsdp
+
+
+def cut_of(devices: Devices) -> tuple[int, int]:
+    """Returns into how many parts the devices cut parameters, along fsdp and along tensor."""
+    return (1, 1) if devices.mesh is None else devices.mesh[1:]
 
 
 # ---- programs

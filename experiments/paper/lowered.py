@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.devices import Devices, devices_of, jit_on_devices, shardings
+from grpo_jax.devices import Devices, devices_of, jit_on_devices, num_hosts, sampling_devices, shardings
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.lora import add_adapters
@@ -20,6 +20,7 @@ from grpo_jax.models.params import Quantize, split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.sharding import BATCH
+from grpo_jax.rl.own_devices import make_packing, route_of
 from grpo_jax.rl.ppo import add_critic, critic_policy
 from grpo_jax.rl.programs import Programs, make_method, make_method_programs
 from grpo_jax.rl.scorers import score_rollout
@@ -41,6 +42,9 @@ def lowered(
 ) -> dict[str, jax.stages.Lowered]:
     """Lowers programs as `grpo_jax.training` compiles them, by name; `score` is missing if the update needs none.
 
+    With devices that only sample, `sample` is that of one host, and `pack` and `unpack` are the programs of the copy,
+    if it needs them.
+
     Args:
       model: the decoder.
       config: the run, with its devices, which have to be there.
@@ -56,16 +60,26 @@ def lowered(
     params = with_fixed_reference(placed(made_of, devices_of(config)), config)
     trained, frozen = split(params)
     n, g = config.sampling.num_prompts, config.sampling.group_size
-    array = partial(spread, devices_of(config))
-    prompts = PromptTokens(array((n, prompt), jnp.int32), array((n, prompt), bool))
-    temperature, seed_and_step = array((n, g), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.uint32)
+    training, sampling = devices_of(config), sampling_devices(config)
+    array, seed_and_step = partial(spread, training), jax.ShapeDtypeStruct((2,), jnp.uint32)
     noise = jax.ShapeDtypeStruct((3,), jnp.uint32)
-    sampling = params["policy"], prompts, array((n, g), jnp.int32), temperature, noise
+    rows = n // num_hosts(training) if config.num_sampler_devices else n
+    inputs = partial(spread, sampling)
+    arguments = PromptTokens(inputs((rows, prompt), jnp.int32), inputs((rows, prompt), bool))
+    copied = placed(made_of["policy"], sampling)
+    to_sample = copied, arguments, inputs((rows, g), jnp.int32), inputs((rows, g), jnp.float32), noise
     if "sample" in programs:
-        results["sample"] = made.sampler.program.lower(*sampling)
-    completions = jax.eval_shape(made.sampler.program, *sampling)
-    completions = jax.tree.map(lambda x: array(x.shape, x.dtype), completions)
-    batch = to_batch(prompts, temperature, completions)
+        results["sample"] = made.sampler.program.lower(*to_sample)
+    if config.num_sampler_devices:
+        route, packing = route_of(training, sampling), make_packing(training, sampling)
+        if route.packs and "pack" in programs:
+            results["pack"] = packing[0].lower(params["policy"])
+        if route.unpacks and "unpack" in programs:
+            results["unpack"] = packing[1].lower(placed(made_of["policy"], route.arrives))
+    completions = jax.eval_shape(made.sampler.program, *to_sample)
+    completions = jax.tree.map(lambda x: array((n, *x.shape[1:]), x.dtype), completions)
+    prompts = PromptTokens(array((n, prompt), jnp.int32), array((n, prompt), bool))
+    batch = to_batch(prompts, array((n, g), jnp.float32), completions)
     if made.method.scorers:
         scorers = partial(score_rollout, made.method, config, devices=devices_of(config))
         score: Any = jit_on_devices(scorers, 0, devices=devices_of(config))

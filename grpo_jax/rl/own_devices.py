@@ -21,6 +21,7 @@ import jax
 from grpo_jax.devices import (
     Devices,
     Mesh,
+    cut_of,
     jit_on_devices,
     local_devices,
     local_rows,
@@ -67,12 +68,23 @@ def route_of(training: Devices, sampling: Devices) -> Route:
     """Returns the route of parameters: in the trainer's parts if a host's devices of both sides can hold these, else
     each parameter in as many parts as both can hold."""
     most = math.gcd(size(training) // num_hosts(training), size(sampling))
-    cut = _cut(training) if most % math.prod(_cut(training)) == 0 else (most, 1)
+    cut = cut_of(training) if most % math.prod(cut_of(training)) == 0 else (most, 1)
 
     def layout(devices: Devices) -> Devices:
         return Devices(devices.all, Mesh(size(devices) // math.prod(cut), *cut))
 
-    return Route(layout(training), layout(sampling), _cut(training) != cut, _cut(sampling) != cut)
+    return Route(layout(training), layout(sampling), cut_of(training) != cut, cut_of(sampling) != cut)
+
+
+def make_packing(training: Devices, sampling: Devices) -> tuple[Callable[[Params], Params], Callable[[Params], Params]]:
+    """Makes the programs of the first and the last step of the route, which change only layouts."""
+
+    def unchanged(params: Params) -> Params:
+        return params
+
+    route = route_of(training, sampling)
+    pack = jit_on_devices(unchanged, devices=route.leaves) if route.packs else unchanged
+    return pack, jit_on_devices(unchanged, devices=sampling) if route.unpacks else unchanged
 
 
 def make_take(training: Devices, sampling: Devices) -> Callable[[Params], Params]:
@@ -80,9 +92,7 @@ def make_take(training: Devices, sampling: Devices) -> Callable[[Params], Params
 
     Parameters that were copied at the last call are not copied again.
     """
-    route = route_of(training, sampling)
-    pack = jit_on_devices(_unchanged, devices=route.leaves) if route.packs else _unchanged
-    unpack = jit_on_devices(_unchanged, devices=sampling) if route.unpacks else _unchanged
+    route, (pack, unpack) = route_of(training, sampling), make_packing(training, sampling)
     here = Devices(local_devices(training), _of_one_host(route.leaves))
     known: list[tuple[Any, Any]] = []  # (weak reference to a parameter, its copy)
 
@@ -106,15 +116,6 @@ def make_take(training: Devices, sampling: Devices) -> Callable[[Params], Params
         return jax.tree.unflatten(structure, copies)
 
     return take
-
-
-def _unchanged(tree: Any) -> Any:
-    return tree
-
-
-def _cut(devices: Devices) -> tuple[int, int]:
-    """Returns into how many parts each parameter is cut, along fsdp and tensor."""
-    return (1, 1) if devices.mesh is None else devices.mesh[1:]
 
 
 def _of_one_host(devices: Devices) -> Mesh:
