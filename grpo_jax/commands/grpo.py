@@ -22,7 +22,7 @@ from pathlib import Path
 
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import EngineOptions, GRPOConfig, recipe, validate
-from grpo_jax.devices import devices_of, parts
+from grpo_jax.devices import devices_of, parts, sampling_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.prepare import (
@@ -73,6 +73,7 @@ def main(options: Config) -> None:
     """
     started, config = time.perf_counter(), options.train
     validate(config, num_devices=parts(devices_of(config)))  # before a checkpoint is read
+    sampling_devices(config)
     check_task_options(options.task)
     if options.output.wandb:
         import_wandb()  # before the weights are loaded

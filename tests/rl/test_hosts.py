@@ -129,6 +129,18 @@ def test_updates_on_several_hosts_equal_one_host(tmp_path, number, devices):
     assert exchanged == pytest.approx(planned, rel=0.05)
 
 
+@pytest.mark.slow
+def test_samplers_of_two_hosts_have_the_numbers_of_no_samplers(tmp_path):
+    """With parameters over both hosts, each of which samples its own groups on two of its four devices."""
+    options = ("--staleness", "1", "--max-rollouts", "1", "--devices", "0", "--fsdp", "4")
+    for name, devices, more in (("own", 4, ("--sampler-devices", "2", "--sampler-fsdp", "2")), ("none", 2, ())):
+        (tmp_path / name).mkdir()
+        finish(launch(tmp_path / name, *options, *more, number=2, devices=devices))
+    assert_close(lines(tmp_path / "own"), lines(tmp_path / "none"))
+    groups = [lines(tmp_path / name, "rollouts.jsonl") for name in ("own", "none")]
+    assert [group["completions"] for group in groups[0]] == [group["completions"] for group in groups[1]]
+
+
 PAIRS = ("--task", "rows.jsonl", "--num-pairs", "8")
 METHODS = {
     "dpo": (*PAIRS, "--lora-rank", "2"),
