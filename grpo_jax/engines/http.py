@@ -6,8 +6,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -43,13 +43,17 @@ class Refused(Failure):
     """The server refuses a request, so that repeating it would not help."""
 
 
-def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
+Connections = set[http.client.HTTPConnection]  # those that wait for an answer
+
+
+def ask(url: str, body: Any = None, *, timeout: float, waiting: Connections | None = None) -> bytes:
     """Sends a request to a server and returns the answer. Redirects are not followed.
 
     Args:
       url: The address of the resource.
       body: The body to POST as JSON. None: a GET request.
       timeout: Seconds until the whole answer must be there.
+      waiting: Contains the connection until the answer is there. Default: none.
 
     Raises:
       Gone: The server does not answer in time, or answers that it cannot now.
@@ -66,15 +70,34 @@ def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
         with closing(_SCHEMES[parts.scheme](parts.hostname, parts.port, timeout=timeout)) as connection:
             connection.response_class = partial(_Answer, ends=ends)
             target = parts._replace(scheme="", netloc="").geturl() or "/"
-            connection.request("GET" if data is None else "POST", target, data, headers)
-            with connection.getresponse() as answer:
-                return _read(answer)
+            with _noted(connection, waiting):
+                connection.request("GET" if data is None else "POST", target, data, headers)
+                with connection.getresponse() as answer:
+                    return _read(answer)
     except TimeoutError:
         raise Gone(f"no answer came within {timeout:g} s") from None
     except (ValueError, LookupError, http.client.InvalidURL) as error:
         raise Refused(f"its address is not like http://host:8000 ({one_line(error)})") from None
     except (OSError, http.client.HTTPException) as error:
         raise Gone(one_line(error)) from None
+
+
+@contextmanager
+def _noted(connection: http.client.HTTPConnection, waiting: Connections | None) -> Iterator[None]:
+    noted = set() if waiting is None else waiting
+    noted.add(connection)
+    try:
+        yield
+    finally:
+        noted.discard(connection)
+
+
+def cut(waiting: Connections) -> None:
+    """Breaks connections, so that their requests raise `Gone` at once. A server then stops to work on them."""
+    for connection in tuple(waiting):
+        if (connected := connection.sock) is not None:
+            with suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
 
 
 def parse_json(answer: bytes) -> Any:

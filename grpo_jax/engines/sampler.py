@@ -2,10 +2,14 @@
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import EngineOptions, GRPOConfig
@@ -21,6 +25,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params import Adapted, check_full_precision
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.rl.beside import NO_JOURNAL, Journal
 from grpo_jax.rl.episodes import Turns, play
 from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions
@@ -58,11 +63,21 @@ def sampler_of(
             params = policy.rounded(params) if policy.rounded else params
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 
-    model = Model(save, make_score(policy, devices), pretrained.config.dtype, task.vocab_size, task.stop)
+    copy_arrays = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+    def copy(params: Params) -> Params:
+        # An update never changes the base.
+        return (
+            params._replace(adapters=copy_arrays(params.adapters))
+            if isinstance(params, Adapted)
+            else copy_arrays(params)
+        )
+
+    model = Model(save, make_score(policy, devices), pretrained.config.dtype, task.vocab_size, task.stop, copy)
     engine = Engine(options, model, sampling.temperature, note=note)
     add_supports = make_add_supports(policy, sampling, devices, engine.rounding)
 
-    def turns(params, prompts: list[list[int]], numbers, temperature, noise) -> Turns:
+    def turns(journal: Journal, params, prompts: list[list[int]], numbers, temperature, noise) -> Turns:
         """Samples turns. The prompt of a request holds the ids of all turns and replies before it."""
         shape = *numbers.shape, sampling.completion_width
         out = empty_completions(shape, task.pad_id)
@@ -84,24 +99,28 @@ def sampler_of(
                         stop=sampling.stop,
                         truncation=truncation,
                     ),
+                    int(noise[-1]),
+                    j,
+                    number,
                 )
                 for i, j in places.tolist()
             ]
-            answers = engine.submit(params, requests).result()
+            answers = engine.submit(params, requests, journal).result()
             for place, (ids, logprobs) in zip(places, answers, strict=True):
                 append(out, place, number, ids, logprobs)
                 is_stopped = task.stop is not None and task.stop.find_end(ids) is not None
                 out.truncated[*place] = ids[-1] not in task.eos_ids and not is_stopped
             replies = yield out
 
-    def draw(params, prompts, numbers, temperature, noise) -> Completions:
+    def draw(journal: Journal, params, prompts, numbers, temperature, noise) -> Completions:
         ids, mask, numbers, temperatures = to_numpy((prompts.tokens.ids, prompts.tokens.mask, numbers, temperature))
         rows = [row[is_token].tolist() for row, is_token in zip(ids, mask, strict=True)]
-        sampled = turns(params, rows, numbers, temperatures, noise)
-        if task.environment:
-            out = play(sampled, numbers, noise, prompts.examples, task, sampling)
-        else:
-            out = next(sampled)._replace(turn=None)
+        sampled = turns(journal, params, rows, numbers, temperatures, noise)
+        with engine.turn(params):
+            if task.environment:
+                out = play(sampled, numbers, noise, prompts.examples, task, sampling)
+            else:
+                out = next(sampled)._replace(turn=None)
         out = to_devices(out, devices)
         if not sampling.kept_tokens:
             return out
@@ -116,11 +135,36 @@ def sampler_of(
             )
         return out
 
-    return Sampler(draw, devices)
+    sampler = Sampler(
+        partial(draw, NO_JOURNAL),
+        devices,
+        cancel=engine.cancel,
+        pop_times=engine.pop_times,
+        balance=partial(balance, len(options.engine)),
+    )
+    if sampling.staleness:  # `Engine.turn` lets one or two of the threads sample
+        sampler = sampler._replace(take=engine.take, at_once=sampling.staleness + 1)
+    return sampler._replace(with_journal=lambda journal: sampler._replace(draw=partial(draw, journal)))
 
 
-def make_score(policy: Policy, devices: Devices) -> Callable[[Params, list[int], float], np.ndarray]:
-    """Makes the function (params, ids, temperature) -> the log-probabilities of all tokens of a text but the first."""
+def balance(servers: int, trainer: float, sampler: float) -> str:
+    """Returns a sentence about how many servers would keep up with the trainer.
+
+    Args:
+      servers: The number of servers.
+      trainer: The share of a step for which the trainer waited for servers.
+      sampler: The share of a step for which servers waited for the trainer.
+    """
+    balanced = max(1, math.ceil(servers * (1 - sampler) / max(1 - trainer, 1e-9)))
+    return (
+        f"the trainer waited for servers {trainer:.0%} of the time, and servers for the trainer {sampler:.0%}: "
+        f"{balanced} servers, where there are {servers}, would have balanced both"
+    )
+
+
+def make_score(policy: Policy, devices: Devices) -> Callable[[Params, list[int], float], Callable[[], np.ndarray]]:
+    """Makes the function (params, ids, temperature) -> a function that waits for the log-probabilities of all tokens of
+    a text but the first."""
 
     def score(params: Params, prompt: PromptTokens, ids: np.ndarray, temperature: np.ndarray):
         mask = np.ones(ids.shape, bool)
@@ -128,7 +172,7 @@ def make_score(policy: Policy, devices: Devices) -> Callable[[Params, list[int],
 
     program = jit_on_devices(score, 0, devices=devices)
 
-    def score_text(params: Params, ids: list[int], temperature: float) -> np.ndarray:
+    def score_text(params: Params, ids: list[int], temperature: float) -> Callable[[], np.ndarray]:
         rows = parts(devices)  # each device scores the same text
         width = -(-len(ids) // _SCORED_WIDTH) * _SCORED_WIDTH
         text = np.zeros((rows, 1, width), np.int32)
@@ -136,7 +180,8 @@ def make_score(policy: Policy, devices: Devices) -> Callable[[Params, list[int],
         first = PromptTokens(text[:, 0, :1], np.ones((rows, 1), bool))
         # At temperature 0 the sampler reports log-probabilities at 1, and so does a server.
         inputs = first, text[..., 1:], np.full((rows, 1), temperature or 1.0, np.float32)
-        return to_numpy(program(params, *to_devices(inputs, devices)))[0, 0, : len(ids) - 1]
+        scores = program(params, *to_devices(inputs, devices))
+        return lambda: to_numpy(scores)[0, 0, : len(ids) - 1]
 
     return score_text
 

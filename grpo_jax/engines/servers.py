@@ -4,16 +4,23 @@ A rollout is a list of requests, which `Engine.submit` answers. Each server firs
 it holds them. Each group goes to one server, chosen by the group's number, since a server keeps the prompt that its
 completions share. The groups of a server that fails go to the others. A request has its own seed, so the completions
 do not depend on which server samples them.
+
+Rollouts may be sampled in threads, alongside training. A server holds one version of the weights, so `Engine.turn` lets
+a rollout with the next version begin only when the one before has ended. Adapters have names, so that two versions are
+sampled at once.
 """
 
 import shutil
 import tempfile
+import threading
 import time
 import uuid
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,17 +29,21 @@ import jax
 import numpy as np
 
 from grpo_jax.config import EngineOptions
+from grpo_jax.data.types import hash_files, hash_values
 from grpo_jax.engines.completions import Wrong, read_completion
 from grpo_jax.engines.handover import SOON, Handover, Probe, Server, handover_of
-from grpo_jax.engines.http import KEY, Failure, Gone, ask, parse_json
+from grpo_jax.engines.http import KEY, Failure, Gone, ask, cut, parse_json
 from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.transformer import Params
+from grpo_jax.rl.beside import NO_JOURNAL, Journal
 from grpo_jax.sampling.stopping import Stop
 
 _AT_ONCE = 256  # concurrent requests to a server, which batches them
-_PAUSE = 5.0  # seconds between attempts to reach a server
+_ADAPTERS_AT_ONCE = 2  # rollouts that are sampled at once with adapters
+_PAUSE, _LOOKS = 5.0, 50  # seconds between attempts to reach a server, and how often a cancellation is looked for
+_CHECK_SECONDS = 0.5  # between two checks that a server still holds the version of the completions to keep
 _PROOF_TOKENS, _PROOF_WIDTH = 8, 32  # that are sampled, and that are scored if there is room
 
 # The largest average difference in nats between log-probabilities of the trainer and of a server that holds its
@@ -47,6 +58,19 @@ class Request(NamedTuple):
 
     group: int  # the number of its group
     body: Mapping[str, Any]  # from `request_body`
+    step: int = 0
+    member: int = 0
+    turn: int = 1
+
+    @property
+    def digest(self) -> str:
+        """The digest of the request."""
+        return hash_values(self.body)
+
+    def line(self, version: str, tokens: SampledTokens) -> dict[str, Any]:
+        """Returns the line of the journal for the answer."""
+        places = {"step": self.step, "group": self.group, "member": self.member, "turn": self.turn}
+        return {**places, "version": version, "request": self.digest, "ids": tokens[0], "logprobs": tokens[1]}
 
 
 class Model(NamedTuple):
@@ -54,23 +78,49 @@ class Model(NamedTuple):
 
     # (folder, parameters) -> None, once the folder holds them; only the adapters if there are any
     save: Callable[[Path, Params], Any]
-    # (parameters, ids, temperature) -> the log-probabilities of all tokens after the first
-    score: Callable[[Params, list[int], float], np.ndarray]
+    # (parameters, ids, temperature) -> a function that waits for the log-probabilities of all tokens after the first
+    score: Callable[[Params, list[int], float], Callable[[], np.ndarray]]
     dtype: Dtype
     vocab_size: int
     stop: Stop | None = None  # the stop texts of all requests
+    copy: Callable[[Params], Params] = lambda params: params  # copies what an update may change, without waiting
 
 
-class Parcel(NamedTuple):
-    """Parameters in a folder, which servers load."""
+Leaves = list["weakref.ref[Any]"]
 
-    params: Params
-    folder: Path
+
+@dataclass(eq=False)
+class Parcel:
+    """Parameters in a folder, which servers load. It does not keep the arrays in memory."""
+
+    trees: list[Leaves]  # the arrays of each tree with these parameters
+    copies: list[tuple[Any, Leaves]] = field(default_factory=list)  # the copies among them, with their structures
+    scores: Callable[[], np.ndarray] | None = None  # waits for the trainer's scores of the text of the proof
+    folder: Path | None = None  # None: not written yet
+    digest: str = ""  # of the files in the folder
+    users: int = 0  # the number of rollouts and requests that need the folder
+    writing: Any = field(default_factory=threading.Lock)
 
     @property
     def version(self) -> str:
         """The name of the folder."""
+        assert self.folder
         return self.folder.name
+
+    def has(self, params: Params) -> bool:
+        """Returns whether these are the parameters of the parcel."""
+        leaves = jax.tree.leaves(params)
+        return any(
+            len(tree) == len(leaves) and all(x() is y for x, y in zip(tree, leaves, strict=True)) for tree in self.trees
+        )
+
+    def copy(self) -> Params | None:
+        """Returns a copy of the parameters that is still in memory, if there is one."""
+        for structure, tree in self.copies:
+            leaves = [x() for x in tree]
+            if all(x is not None for x in leaves):
+                return jax.tree.unflatten(structure, leaves)
+        return None
 
 
 class Engine:
@@ -104,10 +154,13 @@ class Engine:
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._temporary:
             self._folder.chmod(0o755)  # the server may run as another user
-        self._written: list[Any] = []  # weak references to the arrays in the folder of the parcel
-        self._parameters: Path | None = None  # the folder of the last parcel
+        self._parcels: list[Parcel] = []  # the newest last
+        self._sorting = threading.Lock()  # held while the list, or the users of a parcel, change
+        self._turns = {False: threading.Semaphore(1), True: threading.Semaphore(_ADAPTERS_AT_ONCE)}  # with adapters?
+        self._cancelled = threading.Event()  # replaced by each cancellation
+        self._waited = 0.0  # seconds since the last call of `pop_times`
         self._probe: Probe | None = None
-        self._rollouts = ThreadPoolExecutor(1)
+        self._rollouts = ThreadPoolExecutor(_AT_ONCE)
         self._servers = [self._server_at(url, options.engine_kind) for url in options.engine]
         silent: list[Gone] = []
         for server in self._servers:
@@ -145,7 +198,31 @@ class Engine:
 
     # ---- rollouts
 
-    def submit(self, params: Params, requests: Sequence[Request]) -> "Future[list[SampledTokens]]":
+    @contextmanager
+    def turn(self, params: Params) -> Iterator[None]:
+        """Opens a block that samples a rollout, once no request needs other weights. Adapters wait only for the rollout
+        before the last.
+
+        Args:
+          params: The parameters of the policy.
+
+        Raises:
+          Interruption: The rollout was cancelled, or the parameters cannot be written.
+        """
+        cancelled = self._cancelled
+        with self._using(params) as parcel:
+            self._write(parcel, params)
+            ready = time.monotonic()
+            with self._turns[isinstance(params, Adapted)]:
+                self._waited += time.monotonic() - ready
+                _check_goes_on(cancelled)
+                yield
+        for server in self._servers:
+            self._unload(server, params)
+
+    def submit(
+        self, params: Params, requests: Sequence[Request], journal: Journal = NO_JOURNAL
+    ) -> "Future[list[SampledTokens]]":
         """Begins to sample completions with these parameters.
 
         A server that does not answer is asked again, and loads the parameters again if it was restarted.
@@ -153,6 +230,7 @@ class Engine:
         Args:
           params: The parameters of the policy.
           requests: The requests.
+          journal: Keeps the completions. Default: they are not kept.
 
         Returns:
           The future tokens of the completions and their log-probabilities, in the order of the requests. It raises an
@@ -167,13 +245,36 @@ class Engine:
             text = (prompt * _PROOF_WIDTH)[:size]
             num_tokens = min(_PROOF_TOKENS, max_tokens)
             self._probe = Probe(prompt, self._temperature, num_tokens, self._model.vocab_size, text)
-        return self._rollouts.submit(self._complete, self._write(params), requests)
+        return self._rollouts.submit(self._complete, params, requests, journal, self._cancelled)
 
-    def _complete(self, parcel: Parcel, requests: Sequence[Request]) -> list[SampledTokens]:
-        answers: dict[int, SampledTokens] = {}
+    def cancel(self) -> None:
+        """Ends the rollouts that are being sampled. Their futures raise an Interruption."""
+        cancelled, self._cancelled = self._cancelled, threading.Event()
+        cancelled.set()
+        for server in self._servers:
+            cut(server.waiting)
+
+    def pop_times(self) -> dict[str, float]:
+        """Returns the seconds for which parameters waited for requests with other weights, since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return {"version_wait_s": round(waited, 4)}
+
+    def _complete(
+        self, params: Params, requests: Sequence[Request], journal: Journal, cancelled: threading.Event
+    ) -> list[SampledTokens]:
+        with self._using(params) as parcel:
+            self._write(parcel, params)
+            kept = {place: journal.find(parcel.digest, request.digest) for place, request in enumerate(requests)}
+            answers = {place: tokens for place, tokens in kept.items() if tokens is not None}
+            return self._complete_missing(Draw(params, parcel, requests, journal, cancelled), answers)
+
+    def _complete_missing(self, draw: "Draw", answers: dict[int, SampledTokens]) -> list[SampledTokens]:
+        """Samples the completions that have no answer yet, and returns all of them."""
+        requests = draw.requests
         failures: dict[Server, Gone] = {}  # of the servers that were asked in vain since the last pause
         gone_since: float | None = None  # when the first request failed after the last completion
         while missing := [place for place in range(len(requests)) if place not in answers]:
+            _check_goes_on(draw.cancelled)
             if len(failures) == len(self._servers):
                 gone_since = gone_since or time.monotonic()
                 if time.monotonic() - gone_since >= self._timeout:
@@ -182,16 +283,18 @@ class Engine:
                         f"the engine at {server.url} has not answered for {self._timeout:g} s ({last}), with "
                         f"{len(missing)} of {len(requests)} completions missing: start it again"
                     )
-                time.sleep(min(_PAUSE, self._timeout))
+                for _ in range(_LOOKS):
+                    if not draw.cancelled.is_set():
+                        time.sleep(min(_PAUSE, self._timeout) / _LOOKS)
                 failures.clear()
             shares = self._divide(requests, missing, failures)
             with ThreadPoolExecutor(len(shares)) as pool:
-                draws = {server: pool.submit(self._draw, server, parcel, requests, shares[server]) for server in shares}
-            for server, draw in draws.items():
-                sampled, error = draw.result()
+                draws = {server: pool.submit(self._draw, server, draw, shares[server]) for server in shares}
+            for server, drawn in draws.items():
+                sampled, error = drawn.result()
                 if error:
                     failures[server] = error
-                    if server.answers:  # it is told once
+                    if server.answers and not draw.cancelled.is_set():  # it is told once
                         self._note(f"the engine at {server.url} does not answer ({error}): it is asked again")
                 server.answers = error is None
                 gone_since = None if sampled else gone_since
@@ -210,9 +313,7 @@ class Engine:
             shares[first if first in ready else ready[group % len(ready)]].append(place)
         return shares
 
-    def _draw(
-        self, server: Server, parcel: Parcel, requests: Sequence[Request], places: list[int]
-    ) -> tuple[dict[int, SampledTokens], Gone | None]:
+    def _draw(self, server: Server, draw: "Draw", places: list[int]) -> tuple[dict[int, SampledTokens], Gone | None]:
         """Samples completions with one server, by place, all of them with these parameters. Also returns its failure.
 
         Raises:
@@ -221,10 +322,11 @@ class Engine:
         try:
             if not server.model:
                 self._connect(server)
-            handover = handover_of(server, parcel.params)
-            self._load(server, handover, parcel)
-            sampled, failure = self._ask_all(server, handover, parcel.version, requests, places)
-            holds = handover.holds(server, parcel.version)
+            handover = handover_of(server, draw.params)
+            with server.loading:
+                self._load(server, handover, draw)
+            sampled, failure = self._ask_all(server, handover, draw, places)
+            holds = handover.holds(server, draw.parcel.version)
             if failure and not holds:
                 server.forget()
             return (sampled, failure) if holds is not False else ({}, Gone("it was started again"))
@@ -233,22 +335,28 @@ class Engine:
             return {}, error
 
     def _ask_all(
-        self, server: Server, handover: Handover, version: str, requests: Sequence[Request], places: list[int]
+        self, server: Server, handover: Handover, draw: "Draw", places: list[int]
     ) -> tuple[dict[int, SampledTokens], Gone | None]:
         """Sends requests concurrently. After a failure, no further requests begin. Also returns the failure."""
+        keep = self._keeper(server, handover, draw)
 
         def ask_for(place: int) -> SampledTokens:
-            body = requests[place].body
+            body = draw.requests[place].body
+            if draw.cancelled.is_set():
+                raise Gone("the rollout was cancelled")
             try:
-                answer = handover.complete(server, version, body)
-                return read_completion(answer, body, self._model.vocab_size, self._model.stop)
+                answer = handover.complete(server, draw.parcel.version, body)
+                tokens = read_completion(answer, body, self._model.vocab_size, self._model.stop)
             except Wrong as error:
                 raise Interruption(f"the engine at {server.url} {error}: nothing was learned from it") from None
+            keep(draw.requests[place], tokens)
+            return tokens
 
         with ThreadPoolExecutor(min(_AT_ONCE, len(places))) as pool:
             draws = {place: pool.submit(ask_for, place) for place in places}
             wait(draws.values(), return_when=FIRST_EXCEPTION)
             pool.shutdown(cancel_futures=True)
+        keep(None, None)
         ended = {place: draw for place, draw in draws.items() if not draw.cancelled()}
         errors = [error for draw in ended.values() if (error := draw.exception())]
         for error in errors:
@@ -257,19 +365,82 @@ class Engine:
         sampled = {place: draw.result() for place, draw in ended.items() if not draw.exception()}
         return sampled, next((error for error in errors if isinstance(error, Gone)), None)
 
+    def _keeper(self, server: Server, handover: Handover, draw: "Draw") -> Callable[..., None]:
+        """Returns a function that keeps finished completions, once the server still holds their parameters.
+
+        A server that was started again might have sampled them with others. It is asked at most twice a second, and
+        when the function is called without a completion.
+        """
+        finished: list[tuple[Request, SampledTokens]] = []
+        lock, checked = threading.Lock(), time.monotonic()
+
+        def keep(request: Request | None, tokens: SampledTokens | None) -> None:
+            nonlocal checked
+            with lock:
+                if request is not None and tokens is not None:
+                    finished.append((request, tokens))
+                    if time.monotonic() - checked < _CHECK_SECONDS:
+                        return
+                checked = time.monotonic()
+                kept, finished[:] = list(finished), []
+            if kept and draw.journal is not NO_JOURNAL and handover.holds(server, draw.parcel.version) is not False:
+                draw.journal.keep([request.line(draw.parcel.digest, tokens) for request, tokens in kept])
+
+        return keep
+
     # ---- parameters
 
-    def _write(self, params: Params) -> Parcel:
-        """Writes parameters to a new folder, and deletes the previous one, unless it holds these parameters."""
-        leaves = jax.tree.leaves(params)
-        known = [x() for x in self._written]
-        if len(known) != len(leaves) or any(x is not y for x, y in zip(known, leaves, strict=True)):
-            if self._parameters:
-                shutil.rmtree(self._parameters, ignore_errors=True)
-            self._parameters = self._save("parameters", params)
-            self._written = [weakref.ref(x) for x in leaves]
-        assert self._parameters
-        return Parcel(params, self._parameters)
+    def take(self, params: Params) -> Params:
+        """Copies parameters without waiting for them, so that later updates may reuse their memory.
+
+        The trainer's scores of the text of the proof are dispatched too: later they would wait for the next update.
+
+        Args:
+          params: The parameters of the policy, as the trainer's thread has them.
+        """
+        with self._sorting:
+            parcel = self._parcel(params)
+            copy = parcel.copy()
+            if copy is None:
+                copy = self._model.copy(params)
+                tree = _refs(copy)
+                parcel.trees.append(tree)
+                parcel.copies.append((jax.tree.structure(copy), tree))
+            if parcel.scores is None and self._probe:
+                parcel.scores = self._model.score(copy, self._probe.text, 1.0)
+        return copy
+
+    def _parcel(self, params: Params) -> Parcel:
+        """Returns the parcel of parameters. A new one replaces those that nothing needs any more."""
+        known = next((parcel for parcel in self._parcels if parcel.has(params)), None)
+        if known is None:
+            needed = [parcel for parcel in self._parcels if parcel.users or parcel.copy() is not None]
+            for parcel in self._parcels:
+                if parcel.folder and parcel not in needed:
+                    shutil.rmtree(parcel.folder, ignore_errors=True)
+            known = Parcel([_refs(params)])
+            self._parcels = [*needed, known]
+        return known
+
+    @contextmanager
+    def _using(self, params: Params) -> Iterator[Parcel]:
+        """Opens a block that needs the parcel of parameters."""
+        with self._sorting:
+            parcel = self._parcel(params)
+            parcel.users += 1
+        try:
+            yield parcel
+        finally:
+            with self._sorting:
+                parcel.users -= 1
+
+    def _write(self, parcel: Parcel, params: Params) -> None:
+        """Writes parameters to a new folder, unless they are there."""
+        with parcel.writing:
+            if parcel.folder is None:
+                folder = self._save("parameters", params)
+                names = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+                parcel.digest, parcel.folder = hash_values(hash_files(folder, names)), folder
 
     def _save(self, name: str, params: Params) -> Path:
         folder = self._folder / f"{name}-{uuid.uuid4().hex[:12]}"
@@ -279,53 +450,91 @@ class Engine:
             raise Interruption(f"{self._folder} cannot take parameters ({lacking(error) or error})") from None
         return folder
 
-    def _load(self, server: Server, handover: Handover, parcel: Parcel) -> None:
+    def _load(self, server: Server, handover: Handover, draw: "Draw") -> None:
         """Makes a server load parameters, unless it holds them.
 
         Raises:
           Interruption: It does not load them.
         """
+        params, parcel = draw.params, draw.parcel
         if server.version and handover.holds(server, server.version) is False:
             server.forget()  # it was started again
-        if server.version == parcel.version:
+        if parcel.version in server.versions:
             return
-        if isinstance(parcel.params, Adapted) and not server.version:
-            self._load_base(server, parcel.params.base)
-        self._hand_over(server, handover, parcel)
-        server.version = parcel.version
+        if isinstance(params, Adapted) and not server.version:
+            self._load_base(server, params.base)
+        assert parcel.folder
+        scores = parcel.scores if server.version else None  # a server that is new proves how it samples too
+        self._hand_over(server, handover, params, parcel.folder, scores)
+        server.versions = [*(server.versions if handover.unload else ()), parcel.version]
+        self._unload(server, params)
+
+    def _unload(self, server: Server, params: Params) -> None:
+        """Makes a server forget the adapters that no rollout uses, except the newest."""
+        if not isinstance(params, Adapted) or not (unload := handover_of(server, params).unload):
+            return
+        with self._sorting:
+            used = {parcel.version for parcel in self._parcels if parcel.users and parcel.folder}
+            idle = [version for version in server.versions[:-1] if version not in used]
+            server.versions = [version for version in server.versions if version not in idle]
+        for version in idle:
+            unload(server, version)
 
     def _load_base(self, server: Server, base: Params) -> None:
         """Makes a server load the base of adapters, unless it holds it."""
         handover = handover_of(server, base)
         if not self._difference(server, handover, base, ""):
             return
-        parcel = Parcel(base, self._save("base", base))
+        folder = self._save("base", base)
         try:
-            self._hand_over(server, handover, parcel)
+            self._hand_over(server, handover, base, folder)
         finally:
-            shutil.rmtree(parcel.folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def _hand_over(self, server: Server, handover: Handover, parcel: Parcel) -> None:
+    def _hand_over(
+        self,
+        server: Server,
+        handover: Handover,
+        params: Params,
+        folder: Path,
+        scores: Callable[[], np.ndarray] | None = None,
+    ) -> None:
         """Makes a server load parameters, and raises if it does not hold them then."""
-        handover.send(server, parcel.folder)
-        handover.finish(server, parcel.version)
-        if handover.holds(server, parcel.version) is False:
+        handover.send(server, folder)
+        handover.finish(server, folder.name)
+        if handover.holds(server, folder.name) is False:
             raise Interruption(
-                f"the engine at {server.url} was told to load {parcel.version}, and does not hold it: something "
+                f"the engine at {server.url} was told to load {folder.name}, and does not hold it: something "
                 "between it and the trainer drops requests"
             )
-        if difference := self._difference(server, handover, parcel.params, parcel.version):
+        if difference := self._difference(server, handover, params, folder.name, scores):
             raise Interruption(f"the engine at {server.url} does not sample from the policy: {difference}")
 
-    def _difference(self, server: Server, handover: Handover, params: Params, version: str) -> str:
-        """Returns how log-probabilities of a server and of the trainer differ, with likely causes; "" if they agree."""
+    def _difference(
+        self,
+        server: Server,
+        handover: Handover,
+        params: Params,
+        version: str,
+        known: Callable[[], np.ndarray] | None = None,
+    ) -> str:
+        """Returns how log-probabilities of a server and of the trainer differ, with likely causes; "" if they agree.
+
+        Args:
+          server, handover: The server, and the way in which it got the parameters.
+          params: The parameters.
+          version: Their version.
+          known: Waits for the trainer's scores of the text of the proof. None: they are computed, as are those of
+            sampled tokens.
+        """
         assert self._probe
         try:
-            texts = handover.proof(partial(handover.complete, server, version), self._probe)
+            texts = handover.proof(partial(handover.complete, server, version), self._probe, known is not None)
         except Wrong as error:
             raise Interruption(f"the engine at {server.url} {error}") from None
         for text in texts:
-            scores = self._model.score(params, text.ids, text.temperature)[-len(text.logprobs) :]
+            score = known if known and text.ids == self._probe.text else None
+            scores = (score or self._model.score(params, text.ids, text.temperature))()[-len(text.logprobs) :]
             difference = self._average(np.abs(scores - text.logprobs)) if text.logprobs else 0.0
             if not difference <= self.rounding:
                 return (
@@ -333,3 +542,22 @@ class Engine:
                     f"where {self.rounding:g} is possible in {self._dtype}: {text.causes}"
                 )
         return ""
+
+
+class Draw(NamedTuple):
+    """The completions of one call of `Engine.submit`."""
+
+    params: Params
+    parcel: Parcel
+    requests: Sequence[Request]
+    journal: Journal
+    cancelled: threading.Event
+
+
+def _refs(params: Params) -> Leaves:
+    return [weakref.ref(x) for x in jax.tree.leaves(params)]
+
+
+def _check_goes_on(cancelled: threading.Event) -> None:
+    if cancelled.is_set():
+        raise Interruption("the rollout was cancelled")

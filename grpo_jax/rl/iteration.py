@@ -17,11 +17,12 @@ from grpo_jax.devices import devices_of, to_devices, update_flops
 from grpo_jax.models.params import TRAINED_ROLES, join
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import Rewards
+from grpo_jax.rl.beside import NO_JOURNAL, Journal, sampled_beside
 from grpo_jax.rl.grade import Grading, make_grading
 from grpo_jax.rl.guards import make_damage_check
 from grpo_jax.rl.lines import read_line
 from grpo_jax.rl.programs import Programs
-from grpo_jax.rl.source import by_solve_rate, make_draw, make_source, with_spread
+from grpo_jax.rl.source import Source, by_solve_rate, make_source, make_start, with_spread
 from grpo_jax.rl.types import REWARD_AXES, Learned, Rollout, Timed
 from grpo_jax.step import Batch, TrainState
 from grpo_jax.tasks.task import Task
@@ -32,13 +33,14 @@ OnRollout = Callable[[int, Rollout], None]  # (number of the step, from 1, grade
 class Iteration(NamedTuple):
     """The functions that an iteration of a phase calls."""
 
-    initial_source: Callable[[], Any]  # the state of the source before the first iteration
+    queue: Source  # the source, of which `source` samples
     # (state, step, on_dispatch) -> (state of the source, rollout)
     source: Callable[[TrainState, int, Callable[[], None]], tuple[Any, Rollout]]
     score: Callable[[TrainState, Batch], Batch]
     grading: Grading  # decodes and rewards completions
     learn: Callable[[TrainState, Batch, Rollout, int], tuple[TrainState, Learned]]  # the state is donated
     line: Callable[..., StepLog]  # (step, rollout, scored batch, learned) -> the line to write
+    is_beside: bool = False  # other threads sample, and the devices may still learn while the host grades
     on_rollout: OnRollout = lambda step, rollout: None  # called before the update
 
 
@@ -57,7 +59,7 @@ def iterate(
       The state after the iteration, and a function that waits for its metrics and returns its line.
     """
     # ---- sample: dispatch the sampling of completions, without waiting for them
-    source, rollout = it.source(state, step, on_dispatch)
+    source, rollout = it.source(state, step, (lambda: None) if it.is_beside else on_dispatch)
 
     # ---- score: queued after sampling, so that the devices work while the host grades
     batch = it.score(state, rollout.batch)
@@ -65,6 +67,8 @@ def iterate(
     # ---- grade: decode and reward completions on the host; dynamic sampling has done this already
     if rollout.graded is None:
         rollout = it.grading.report(it.grading.grade(rollout), step)
+    if it.is_beside:
+        on_dispatch()
     it.on_rollout(step + 1, rollout)
 
     # ---- learn: compute advantages, then use each prompt once per epoch, in shuffled minibatches
@@ -82,6 +86,7 @@ def make_iteration(
     config: GRPOConfig,
     *,
     timed: Timed,
+    journal: Journal = NO_JOURNAL,
 ) -> Iteration:
     """Builds the functions of a phase's iterations.
 
@@ -93,16 +98,21 @@ def make_iteration(
       rewards: The rewards of the run.
       config: The configuration of the run.
       timed: Adds the seconds of a block to the time of the named part of the iteration.
+      journal: Keeps completions, so that a run that was killed does not sample them again. Default: nothing is kept.
     """
     devices = devices_of(config)
     grading = make_grading(task, rewards, config, compares="critic" not in trained, timed=timed)
-    sample = make_draw(programs.sampler, task, config)
+    sampler, is_beside = programs.sampler, bool(config.sampling.staleness and programs.sampler.at_once)
+    sampler = sampler.with_journal(journal) if sampler.with_journal else sampler
+    start = make_start(sampler, task, config)
 
     def draw(policy: Params, *args: Any) -> Rollout:
         with timed("rollout"):
-            return sample(policy, *args)
+            return start(sampler.take(policy), *args)()
 
     source = make_source(draw, task, config)
+    if is_beside:
+        source = sampled_beside(start, sampler, task, config.sampling, timed=timed, journal=journal)
     if config.sampling.max_rollouts > 1:
         # A phase may replace the rewards of the task with others, which have other names.
         metric = config.sampling.filter_metric if config.sampling.filter_metric in rewards.components else ""
@@ -112,7 +122,9 @@ def make_iteration(
         source = by_solve_rate(draw, grading.grade, grading.report, task, config.sampling, devices)
 
     def sample_rollout(state: TrainState, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
-        if programs.sampler.program is None:  # it waits for the completions, which are no part of the previous step
+        if (
+            programs.sampler.program is None and not is_beside
+        ):  # it waits for the completions, which are no part of the previous step
             on_dispatch()
             return source.sample(state.source, join(state.params, frozen)["policy"], step, lambda: None)
         return source.sample(state.source, join(state.params, frozen)["policy"], step, on_dispatch)
@@ -137,10 +149,11 @@ def make_iteration(
     flops = update_flops(trained, updated, 1, programs.expert_share)
     damage = make_damage_check(config.optimizer.learning_rate)
     return Iteration(
-        initial_source=source.initial_state,
+        queue=source,
         source=sample_rollout,
         score=score,
         grading=grading,
         learn=learn,
-        line=partial(read_line, phase, config, task, devices, flops, damage, timed),
+        line=partial(read_line, phase, config, task, devices, flops, damage, timed, sampler.pop_times),
+        is_beside=is_beside,
     )

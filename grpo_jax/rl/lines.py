@@ -24,6 +24,7 @@ def read_line(
     flops: float,
     damage: Callable[[Mapping[str, Any]], dict[str, str]],
     timed: Timed,
+    pop_times: Callable[[], dict[str, float]],
     step: int,
     rollout: Rollout,
     batch: Batch,
@@ -39,6 +40,7 @@ def read_line(
       flops: Floating-point operations of an update per token.
       damage: Warns about updates that destroy the policy; see `make_damage_check`.
       timed: Adds the seconds of a block to the time of the named part of the iteration.
+      pop_times: Returns further numbers for the times.
       step: The number of the iteration, from 0.
       rollout: The graded rollout, with its metrics.
       batch: The scored batch.
@@ -58,7 +60,7 @@ def read_line(
         "tokens": {"rollout": rollout.metrics["tokens"], "update": config.optimizer.epochs * tokens},
         "update_flops": flops * config.optimizer.epochs * tokens,
         "peak_flops": peak_flops(size(devices)),
-        "numbers": {f"{way}_bytes": count for way, count in pop_bytes_moved().items()},
+        "numbers": {f"{way}_bytes": count for way, count in pop_bytes_moved().items()} | pop_times(),
     }
 
     def skipped_arrays() -> dict[str, Any]:

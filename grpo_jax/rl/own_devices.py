@@ -14,6 +14,7 @@ programs after it. The sampler's devices cut a rollout into the parts of the tra
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -49,7 +50,26 @@ def on_own_devices(sampler: Sampler, devices: Devices) -> Sampler:
         rows = to_devices(local_rows((prompts.tokens, numbers, temperature)), sampler.devices)
         return give(sampler.draw(params, prompts._replace(tokens=rows[0]), *rows[1:], noise))
 
-    return sampler._replace(draw=draw, devices=devices, take=take)
+    counts = size(sampler.devices), size(devices) // num_hosts(devices)
+    return sampler._replace(draw=draw, devices=devices, take=take, at_once=1, balance=partial(balance, *counts))
+
+
+def balance(sampling: int, training: int, trainer: float, sampler: float) -> str:
+    """Returns a sentence about who waited, and with how many devices of a host that sample nobody would have.
+
+    Args:
+      sampling: The number of devices that sampled.
+      training: The number of devices that trained.
+      trainer: The share of a step for which the trainer waited.
+      sampler: The share of a step for which the sampler waited.
+    """
+    worked = sampling * (1 - sampler), training * (1 - trainer)
+    count = sampling + training
+    balanced = min(max(round(count * worked[0] / max(sum(worked), 1e-9)), 1), count - 1)
+    return (
+        f"the trainer waited for {trainer:.0%} of a step, and the sampler for {sampler:.0%}: about {balanced} "
+        f"sampler_devices of {count}, where there are {sampling}, would have balanced both"
+    )
 
 
 # ---- parameters

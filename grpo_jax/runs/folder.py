@@ -13,6 +13,7 @@ import glob
 import json
 import os
 import re
+import threading
 import time
 import zlib
 from collections import defaultdict
@@ -48,11 +49,13 @@ from grpo_jax.runs.files import (
     write_parts,
     write_text,
 )
+from grpo_jax.runs.journal import RunJournal
 from grpo_jax.runs.progress import RunConsole, Show, programs_so_far, progress, say, waiting
 
 Options = TypeVar("Options")
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
 _PHASE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
+WAIT_SHARES = "trainer_wait_share", "sampler_wait_share"  # in times.jsonl, if both work at the same time
 LINE = {"phase": str, "step": int}  # the fields of each line in these files
 # Auxiliary phases: the warm start and the control.
 SIDE_PHASES = ("warm", "control")
@@ -92,7 +95,10 @@ class RunFolder:
         self.path, self.writes = path, hosts.is_first()
         self.console = console or RunConsole(quiet=not self.writes)
         self._warned: set[str] = set()
-        self._seconds: dict[str, float] = {}
+        # part -> its seconds since the last line, the number of its open blocks, and when this was computed
+        self._parts: dict[str, tuple[float, int, float]] = {}
+        self._clock = threading.Lock()  # blocks of several threads may be open
+        self._journal: RunJournal | None = None
         # Of the lines of a phase in a file, the number and the CRC-32
         self._lines = defaultdict[tuple[str, str], tuple[int, int]](lambda: (0, 0))
         self._started = self._logged = time.perf_counter()
@@ -201,9 +207,12 @@ class RunFolder:
         Returns:
           The numbers of the line.
         """
-        seconds, before, self._logged = dict(self._seconds), self._logged, time.perf_counter()
+        seconds, before, self._logged = self._pop_seconds(), self._logged, time.perf_counter()
         line = {"s": round(self._logged - self._started, 3), "step_s": round(self._logged - before, 4)}
         line |= {f"{part}_s": round(spent, 4) for part, spent in seconds.items()}
+        if "wait" in seconds:
+            shares = seconds["wait"] / line["step_s"], 1 - seconds.get("rollout", 0.0) / line["step_s"]
+            line |= {name: round(max(share, 0.0), 4) for name, share in zip(WAIT_SHARES, shares, strict=True)}
         for part, count in (tokens or {}).items():
             line |= {f"{part}_tokens": count, f"{part}_tokens_per_s": round(count / seconds[part], 1)}
         if update_flops:
@@ -214,7 +223,6 @@ class RunFolder:
         line |= {"peak_memory_mb": peak_memory_mb(), "compilations": compiled, "cache_reads": read}
         line |= numbers or {}
         self._append("times.jsonl", phase, step, line)
-        self._seconds.clear()
         return line
 
     def log_rollout(self, phase: str, step: int, groups: list[dict[str, Any]]) -> None:
@@ -303,9 +311,16 @@ class RunFolder:
             if (self.path / name).exists():
                 with (self.path / name).open("rb") as file:
                     os.fsync(file.fileno())
+        if self._journal:
+            self._journal.turn_page()
         return {name: [*self._lines[phase, name]] for name in _PHASE_FILES}
 
     # ---- checkpoints, times, messages
+
+    def journal(self) -> RunJournal:
+        """Returns the journal of the phase that begins or continues."""
+        self._journal = RunJournal(self.path / "journal")
+        return self._journal
 
     def checkpoints(self, phase: str, *, keep: int, keep_best: bool = False) -> Checkpoints:
         """Returns the checkpoints of a phase; `keep` and `keep_best` are those of `Checkpoints`."""
@@ -344,11 +359,28 @@ class RunFolder:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Adds the seconds spent in the block to the time of `part`."""
-        start = time.perf_counter()
-        with jax.profiler.TraceAnnotation(part):
-            yield
-        self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
+        """Adds the seconds spent in the block to the time of `part`. Blocks that are open at once count once."""
+        self._count_open(part, 1)
+        try:
+            with jax.profiler.TraceAnnotation(part):
+                yield
+        finally:
+            self._count_open(part, -1)
+
+    def _count_open(self, part: str, change: int) -> None:
+        with self._clock:
+            now = time.perf_counter()
+            seconds, number, since = self._parts.get(part, (0.0, 0, now))
+            self._parts[part] = seconds + (now - since if number else 0.0), number + change, now
+
+    def _pop_seconds(self) -> dict[str, float]:
+        """Returns the seconds of the parts since the last call."""
+        for part in tuple(self._parts):
+            self._count_open(part, 0)
+        with self._clock:
+            seconds = {part: spent for part, (spent, _, _) in self._parts.items()}
+            self._parts = {part: (0.0, number, since) for part, (_, number, since) in self._parts.items() if number}
+        return seconds
 
     def progress(self, phase: str, total: int, completed: int = 0) -> AbstractContextManager[Show]:
         """Shows a progress bar, or prints lines without a terminal. Yields a function of the step and a few words."""

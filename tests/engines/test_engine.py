@@ -51,7 +51,7 @@ def server():
 
 
 def score(params, ids, temperature):
-    return np.array(constant_score("", ids, temperature))
+    return lambda: np.array(constant_score("", ids, temperature))
 
 
 MODEL = Model(save, score, "float32", VOCAB_SIZE)
@@ -336,7 +336,7 @@ def read_first(folder):
 
 def score_params(params, ids, temperature):
     params = params.adapters if isinstance(params, Adapted) else params
-    return np.full(len(ids) - 1, -float(params[0]) / temperature)
+    return lambda: np.full(len(ids) - 1, -float(params[0]) / temperature)
 
 
 @pytest.fixture
