@@ -1,5 +1,7 @@
 """Devices that only sample: the way of parameters and rollouts, and runs with the numbers of runs without them."""
 
+import random
+import time
 from contextlib import contextmanager
 from typing import Any
 
@@ -7,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from bigrams import train_grpo
-from rl_helpers import RUN, open_run, recording
+from rl_helpers import RUN, assert_same_runs, open_run, recording
 from tiny import (
     digit_prompts,
     digit_task,
@@ -22,9 +24,10 @@ from tiny import (
 from grpo_jax.config import GRPOConfig, with_options
 from grpo_jax.devices import Devices, Mesh, devices_of, place, sampling_devices, shardings, to_devices, to_numpy
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.own_devices import make_give, make_take, route_of
+from grpo_jax.rl.own_devices import balance, make_give, make_take, route_of
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.source import Sampler
+from grpo_jax.runs.folder import WAIT_SHARES
 from grpo_jax.sampling.sampler import Completions
 
 MODEL = tiny_config(8, num_attention_heads=4, num_key_value_heads=4, head_dim=4)
@@ -152,3 +155,32 @@ def ties(batches, others) -> int:
         if differ := int((batch.completion_ids != other.completion_ids).any(-1).sum()):
             return differ
     return 0
+
+
+def delayed(reward):
+    """Returns the reward after a wait of random length."""
+    dice = random.Random()
+
+    def wait_and_score(*args):
+        time.sleep(0.05 * dice.random())
+        return reward(*args)
+
+    return wait_and_score
+
+
+def test_delays_in_grading_change_no_bit(tmp_path):
+    config = with_options(CONFIG, steps=6, staleness=1, eval_every=3, correction="token", **PLACES["four and four"])
+    programs, runs = make_programs(POLICY, TASK, config), list[Any]()
+    for name in ("first", "second"):
+        task, run = TASK._replace(reward=delayed(says_three)), open_run(tmp_path / name, config)
+        runs.append((train_grpo(task, config, run, programs, params=random_params(MODEL)), run))
+    assert_same_runs(*runs)
+    times = runs[0][1].lines("times.jsonl")
+    assert all(0 <= line[name] <= 1 for line in times for name in WAIT_SHARES)
+
+
+def test_the_balance_is_where_nobody_would_wait():
+    """A sampler of 4 devices that works half of the time has the work of 2, and a trainer of 4 that of 3.2."""
+    assert "about 3 sampler_devices of 8, where there are 4" in balance(4, 4, 0.2, 0.5)
+    assert "about 1 sampler_devices of 4" in balance(1, 3, 0.0, 1.0)
+    assert "about 3 sampler_devices of 4" in balance(2, 2, 1.0, 0.0)
