@@ -71,11 +71,12 @@ def lowered(
     if "sample" in programs:
         results["sample"] = made.sampler.program.lower(*to_sample)
     if config.num_sampler_devices:
-        route, packing = route_of(training, sampling), make_packing(training, sampling)
+        route = route_of(training, sampling)
+        pack, unpack = map(jax.jit, make_packing(training, sampling))
         if route.packs and "pack" in programs:
-            results["pack"] = packing[0].lower(params["policy"])
+            results["pack"] = pack.lower(params["policy"])
         if route.unpacks and "unpack" in programs:
-            results["unpack"] = packing[1].lower(placed(made_of["policy"], route.arrives))
+            results["unpack"] = unpack.lower(placed(made_of["policy"], route.arrives))
     completions = jax.eval_shape(made.sampler.program, *to_sample)
     completions = jax.tree.map(lambda x: array((n, *x.shape[1:]), x.dtype), completions)
     prompts = PromptTokens(array((n, prompt), jnp.int32), array((n, prompt), bool))

@@ -175,8 +175,9 @@ def test_delays_in_grading_change_no_bit(tmp_path):
         task, run = TASK._replace(reward=delayed(says_three)), open_run(tmp_path / name, config)
         runs.append((train_grpo(task, config, run, programs, params=random_params(MODEL)), run))
     assert_same_runs(*runs)
-    times = runs[0][1].lines("times.jsonl")
-    assert all(0 <= line[name] <= 1 for line in times for name in WAIT_SHARES)
+    shares = [line[name] for line in runs[0][1].lines("times.jsonl") for name in WAIT_SHARES if name in line]
+    assert len(shares) >= 8
+    assert all(0 <= share <= 1 for share in shares)
 
 
 def test_the_balance_is_where_nobody_would_wait():
