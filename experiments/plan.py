@@ -84,7 +84,7 @@ DEVICES = {
     "v6e": Device(918e12, 32e9, 1600e9, 400e9),
 }
 
-Program = Literal["sample", "score", "learn", "pack", "unpack"]
+Program = Literal["sample", "score", "learn"]
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,8 @@ class Config:
     """Compile the programs for virtual CPU devices, and compare."""
     topology: str = ""
     """Compile them for these TPUs or GPUs instead: kind and torus or number, such as v5p:2x2x2 or h100:1."""
-    programs: tuple[Program, ...] = ("learn", "score", "sample", "pack", "unpack")
-    """Which to compile; pack and unpack make the copy for devices that only sample. A decoder of 80 layers takes long
-    to compile for sampling."""
+    programs: tuple[Program, ...] = ("learn", "score", "sample")
+    """Which to compile. A decoder of 80 layers takes long to compile for sampling."""
 
 
 def main(config: Config) -> None:
@@ -493,7 +492,7 @@ def compiled_table(config: Config, plan: Plan, data: int) -> tuple[Table, dict[s
         rows, text = _memory_rows(program, plan, inputs, added), str(compiled.as_text())
         texts[program] = text
         turns = config.max_tokens - 1 if program == "sample" else plan.shape.num_pieces
-        if config.devices > 1 and program in traffic:
+        if config.devices > 1:
             rows += _traffic_rows(traffic[program], text, turns)
         if program == "sample" and config.device in GPUS:
             rows.append(("step", last_step_bytes(plan), max(map(total, moved_in_loops(text)))))
@@ -537,9 +536,8 @@ def _memory_rows(program: str, plan: Plan, inputs: int, added: int) -> list[tupl
     ours = plan.estimate
     # One version of what is trained is the input of a program.
     copied = estimate(plan.model, plan.sampler.shape._replace(versions=1)) if plan.sampler else ours
-    moving = ours.moving if program == "pack" else copied.moving
-    planned = {"learn": ours.params + ours.optimizer, "sample": copied.params, "unpack": moving}
-    adds = {"learn": ours.learning, "sample": copied.sampling - copied.moving, "pack": moving, "unpack": copied.params}
+    planned = {"learn": ours.params + ours.optimizer, "sample": copied.params}
+    adds = {"learn": ours.learning, "sample": copied.sampling - copied.moving}
     return [("given", planned.get(program, ours.params), inputs), ("added", adds.get(program), added)]
 
 

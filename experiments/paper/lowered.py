@@ -20,7 +20,6 @@ from grpo_jax.models.params import Quantize, split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.sharding import BATCH
-from grpo_jax.rl.own_devices import make_packing, route_of
 from grpo_jax.rl.ppo import add_critic, critic_policy
 from grpo_jax.rl.programs import Programs, make_method, make_method_programs
 from grpo_jax.rl.scorers import score_rollout
@@ -42,8 +41,7 @@ def lowered(
 ) -> dict[str, jax.stages.Lowered]:
     """Lowers programs as `grpo_jax.training` compiles them, by name; `score` is missing if the update needs none.
 
-    With devices that only sample, `sample` is that of one host, and `pack` and `unpack` are the programs of the copy,
-    if it needs them.
+    With devices that only sample, `sample` is that of one host.
 
     Args:
       model: the decoder.
@@ -70,13 +68,6 @@ def lowered(
     to_sample = copied, arguments, inputs((rows, g), jnp.int32), inputs((rows, g), jnp.float32), noise
     if "sample" in programs:
         results["sample"] = made.sampler.program.lower(*to_sample)
-    if config.num_sampler_devices:
-        route = route_of(training, sampling)
-        pack, unpack = map(jax.jit, make_packing(training, sampling))
-        if route.packs and "pack" in programs:
-            results["pack"] = pack.lower(params["policy"])
-        if route.unpacks and "unpack" in programs:
-            results["unpack"] = unpack.lower(placed(made_of["policy"], route.arrives))
     completions = jax.eval_shape(made.sampler.program, *to_sample)
     completions = jax.tree.map(lambda x: array((n, *x.shape[1:]), x.dtype), completions)
     prompts = PromptTokens(array((n, prompt), jnp.int32), array((n, prompt), bool))

@@ -39,7 +39,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat, load_optimizer
-from grpo_jax.devices import Devices, cut_of, num_hosts, parts
+from grpo_jax.devices import Devices, num_hosts, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
 from grpo_jax.functional.products import GPU, Traits, traits_of_backend
@@ -97,7 +97,7 @@ class Shape(NamedTuple):
     samples: bool = True  # false for devices that train while others sample
     learns: bool = True  # false for devices that only sample
     versions: int = 1  # versions of the trained parameters on a device that only samples
-    parcels: tuple[int, int] | None = None  # fsdp and tensor of the layout in which a copy moves; None: no other layout
+    moving: int = 0  # bytes of a copy on its way to devices that only sample
 
     @property
     def piece(self) -> PieceShape:
@@ -146,7 +146,7 @@ class Estimate(NamedTuple):
     updates: int  # gradients, updates and copies of moments while the optimizer steps
     activations: int  # activations of one piece, with its logits
     process: int  # the process without arrays, on a CPU
-    moving: int = 0  # a copy on its way to devices that only sample, in a layout of its own
+    moving: int = 0  # a copy on its way to devices that only sample
 
     @property
     def held(self) -> int:
@@ -221,14 +221,11 @@ _SAMPLING = ("decoding", "cache", "choosing")
 
 def _split_estimate(model: ModelConfig, shape: Shape, whole: Estimate) -> Estimate:
     """Returns the memory of a device that only samples, or that trains while others sample."""
-    trained, frozen = _trained_part(model, shape), frozen_shapes(model, shape) if shape.lora_rank else {}
-    fsdp, tensor = shape.parcels or (1, 1)
-    mesh = shape._replace(fsdp=fsdp, tensor=tensor).mesh
-    moving = bytes_on_device((trained, frozen), mesh) if shape.parcels else 0
+    whole = whole._replace(moving=shape.moving)
     if shape.learns:
-        return whole._replace(**dict.fromkeys(_SAMPLING, 0), moving=moving)
-    params = shape.versions * bytes_on_device(trained, shape.mesh) + bytes_on_device(frozen, shape.mesh)
-    return whole._replace(**dict.fromkeys(_LEARNING, 0), params=params, moving=moving)
+        return whole._replace(**dict.fromkeys(_SAMPLING, 0))
+    trained, frozen = (bytes_on_device(part, shape.mesh) for part in _policy_parts(model, shape))
+    return whole._replace(**dict.fromkeys(_LEARNING, 0), params=shape.versions * trained + frozen)
 
 
 # ---- parameters
@@ -246,6 +243,11 @@ def frozen_shapes(model: ModelConfig, shape: Shape) -> Params:
     """Returns the shapes and dtypes of the decoder's frozen parameters, for runs that train only adapters."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, shape.param_dtype), param_shapes(model))
     return jax.eval_shape(partial(quantise_params, format=shape.quantize), params)
+
+
+def _policy_parts(model: ModelConfig, shape: Shape) -> tuple[Params, Params]:
+    """Returns the shapes of the policy's trained parameters and of its frozen ones."""
+    return _trained_part(model, shape), frozen_shapes(model, shape) if shape.lora_rank else {}
 
 
 def _trained_part(model: ModelConfig, shape: Shape) -> Params:
@@ -557,7 +559,7 @@ def split_shape(
     """
     if not run.num_sampler_devices:
         return shape, None
-    from grpo_jax.rl.own_devices import route_of  # loaded only for such devices
+    from grpo_jax.rl.own_devices import moving_bytes  # loaded only for such devices
 
     tensor = run.sampler.sampler_tensor
     for heads in sorted({model.heads_of(form.mixer).num_key_value_heads for form in model.forms}):
@@ -566,7 +568,7 @@ def split_shape(
                 f"sampler_tensor is {tensor}, but the model has {heads} key-value heads, which are never cut: set "
                 "sampler_tensor to a divisor of them, and sampler_fsdp to the rest"
             )
-    route = route_of(training, sampling)
+    leaving, arriving = moving_bytes(_policy_parts(model, shape), training, sampling)
     sampler = shape._replace(
         num_prompts=run.sampling.num_prompts // num_hosts(training) // parts(sampling),
         critic="none",
@@ -574,9 +576,9 @@ def split_shape(
         tensor=tensor,
         learns=False,
         versions=1 + run.sampling.staleness,
-        parcels=cut_of(route.arrives) if route.unpacks else None,
+        moving=arriving,
     )
-    return shape._replace(samples=False, parcels=cut_of(route.leaves) if route.packs else None), sampler
+    return shape._replace(samples=False, moving=leaving), sampler
 
 
 def choose(

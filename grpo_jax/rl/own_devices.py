@@ -2,26 +2,29 @@
 
 Arrays never pass through the memory of the host, and only the trainer's devices exchange anything with other hosts.
 
-Parameters move in three steps. The trainer's devices arrange them in parts that both sides can hold, and each host then
-has all parts. Each device of the sampler copies its part from a device of its host. Last, the sampler's devices arrange
-the parts in the layout of their programs. The first and the last step are programs, and a layout that is right already
-needs none. Adapters move alone, since their base is copied only once.
+Parameters move one by one. Each device of the sampler copies the pieces of its part from the devices of its host that
+train. Where the parts of both sides differ, the trainer's devices first cut theirs into such pieces, and the sampler's
+devices join them. If no host has all of a parameter, the trainer's devices gather it before. With adapters only these
+move, since their base is copied once.
 
 Rollouts move in two steps, because a program of the trainer's devices that waited for a rollout would also delay the
 programs after it. The sampler's devices cut a rollout into the parts of the trainer's devices, which copy them.
 """
 
 import math
+import operator
 import weakref
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from grpo_jax.devices import (
     Devices,
-    Mesh,
     cut_of,
     jit_on_devices,
     local_devices,
@@ -32,6 +35,7 @@ from grpo_jax.devices import (
     size,
     to_devices,
 )
+from grpo_jax.models import sharding
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions
@@ -74,83 +78,175 @@ def balance(sampling: int, training: int, trainer: float, sampler: float) -> str
 
 # ---- parameters
 
-
-class Route(NamedTuple):
-    """The layouts in which parameters leave the trainer's devices and arrive at the sampler's."""
-
-    leaves: Devices  # the trainer's devices
-    arrives: Devices  # the sampler's devices
-    packs: bool  # true if the trainer's layout is another
-    unpacks: bool  # true if the sampler's layout is another
+IN_FLIGHT = 2**28  # bytes of parameters on their way that are in memory at once, beside the largest of them
 
 
-def route_of(training: Devices, sampling: Devices) -> Route:
-    """Returns the route of parameters: in the trainer's parts if a host's devices of both sides can hold these, else
-    each parameter in as many parts as both can hold."""
-    most = math.gcd(size(training) // num_hosts(training), size(sampling))
-    cut = cut_of(training) if most % math.prod(cut_of(training)) == 0 else (most, 1)
+class Way(NamedTuple):
+    """The way of a parameter, as shapes: its parts on the trainer's devices are cut into pieces, which devices of the
+    sampler join to parts of their own."""
 
-    def layout(devices: Devices) -> Devices:
-        return Devices(devices.all, Mesh(size(devices) // math.prod(cut), *cut))
+    leaves: tuple[int, ...]  # the shape of a part on the trainer's devices
+    piece: tuple[int, ...]  # the shape of a piece
+    arrives: tuple[int, ...]  # the shape of a part on the sampler's devices
+    gathers: bool  # true if the trainer's devices gather the parameter first, since no host has all of it
 
-    return Route(layout(training), layout(sampling), cut_of(training) != cut, cut_of(sampling) != cut)
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The number of pieces of a part that leaves, along each axis."""
+        return tuple(map(operator.floordiv, self.leaves, self.piece))
+
+    @property
+    def joins(self) -> tuple[int, ...]:
+        """The number of pieces of a part that arrives, along each axis."""
+        return tuple(map(operator.floordiv, self.arrives, self.piece))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The elements that a copy takes on its way, on a device of the trainer and on one of the sampler."""
+        leaves, piece, arrives = map(math.prod, self[:3])
+        return (leaves if self.gathers or piece < leaves else 0), (arrives if piece < arrives else 0)
 
 
-def make_packing(training: Devices, sampling: Devices) -> tuple[Callable[[Params], Params], Callable[[Params], Params]]:
-    """Makes the programs of the first and the last step of the route, which change only layouts."""
+def way_of(shape: tuple[int, ...], leaves: tuple[int, ...], arrives: tuple[int, ...], gathers: bool) -> Way:
+    """Returns the way of a parameter.
 
-    def unchanged(params: Params) -> Params:
-        return params
+    Args:
+      shape: The shape of the parameter.
+      leaves: The shape of a part on the trainer's devices.
+      arrives: The shape of a part on the sampler's devices.
+      gathers: True if no host has all parts.
+    """
+    leaves = shape if gathers else leaves
+    return Way(leaves, tuple(map(math.gcd, leaves, arrives)), arrives, gathers)
 
-    route = route_of(training, sampling)
-    pack = jit_on_devices(unchanged, devices=route.leaves) if route.packs else unchanged
-    return pack, jit_on_devices(unchanged, devices=sampling) if route.unpacks else unchanged
+
+def needs_gather(training: Devices) -> bool:
+    """Returns whether no host has all parts of the parameters."""
+    return math.prod(cut_of(training)) > size(training) // num_hosts(training)
+
+
+def moving_bytes(params: Params, training: Devices, sampling: Devices) -> tuple[int, int]:
+    """Returns the bytes that a copy on its way takes on a device of the trainer and on one of the sampler.
+
+    Args:
+      params: The shapes of the parameters.
+      training: The devices of the trainer.
+      sampling: The devices of the sampler.
+    """
+
+    def parts_on(devices: Devices) -> list[tuple[int, ...]]:
+        mesh = AbstractMesh((1, *cut_of(devices)), sharding.AXES)
+        specs = jax.tree.leaves(sharding.specs(params, mesh.shape))
+        return [NamedSharding(mesh, spec).shard_shape(x.shape) for x, spec in zip(leaves, specs, strict=True)]
+
+    def at_once(sizes: Iterable[int]) -> int:
+        known = [x.dtype.itemsize * elements for x, elements in zip(leaves, sizes, strict=True)]
+        return min(sum(known), IN_FLIGHT + max(known, default=0))
+
+    leaves, gathers = jax.tree.leaves(params), needs_gather(training)
+    parts = zip(leaves, parts_on(training), parts_on(sampling), strict=True)
+    trainer, sampler = zip(*[way_of(x.shape, *shapes, gathers).sizes for x, *shapes in parts], strict=True)
+    return at_once(trainer), at_once(sampler)
 
 
 def make_take(training: Devices, sampling: Devices) -> Callable[[Params], Params]:
-    """Makes the function that dispatches a copy of the policy for the sampler, without waiting for it.
+    """Makes the function that dispatches a copy of the policy for the sampler.
 
-    Parameters that were copied at the last call are not copied again.
+    Parameters that were copied at the last call are not copied again. The function waits only where more than
+    `IN_FLIGHT` bytes would be on their way at once.
     """
-    route, (pack, unpack) = route_of(training, sampling), make_packing(training, sampling)
-    here = Devices(local_devices(training), _of_one_host(route.leaves))
-    known: list[tuple[Any, Any]] = []  # (weak reference to a parameter, its copy)
-
-    def copy(params: Params) -> Params:
-        packed = _relabelled(pack(params), here)
-        arrived = jax.device_put(packed, shardings(packed, route.arrives))
-        return _relabelled(unpack(arrived), sampling)
+    gathers, known = needs_gather(training), list[tuple[Any, Any]]()  # weak references to parameters, and their copies
 
     def take(params: Params) -> Params:
         leaves, structure = jax.tree.flatten(params)
         before = known if len(known) == len(leaves) else [(lambda: None, None)] * len(leaves)
         copies = [copied if source() is x else None for x, (source, copied) in zip(leaves, before, strict=True)]
-        del before
         known.clear()  # the last copy is freed once nothing samples from it
-        changed = jax.tree.unflatten(
-            structure, [x if copied is None else None for x, copied in zip(leaves, copies, strict=True)]
-        )
-        moved = iter(jax.tree.leaves(copy(changed)))
-        copies = [next(moved) if copied is None else copied for copied in copies]
+        in_flight = 0
+        for number, target in enumerate(jax.tree.leaves(shardings(params, sampling))):
+            x = leaves[number]
+            if copies[number] is None:
+                parts = x.sharding.shard_shape(x.shape), target.shard_shape(x.shape)
+                way = way_of(x.shape, *parts, gathers)
+                copies[number] = copy(x, way, target)
+                in_flight += x.dtype.itemsize * max(way.sizes)
+                if in_flight > IN_FLIGHT:
+                    jax.block_until_ready(copies[number])
+                    in_flight = 0
         known.extend((weakref.ref(x), copied) for x, copied in zip(leaves, copies, strict=True))
         return jax.tree.unflatten(structure, copies)
 
     return take
 
 
-def _of_one_host(devices: Devices) -> Mesh:
-    """Returns the part of a mesh that is of one host, each of which holds all parameters."""
-    assert devices.mesh is not None
-    return devices.mesh._replace(data=devices.mesh.data // num_hosts(devices))
+def copy(x: jax.Array, way: Way, target: Sharding) -> jax.Array:
+    """Dispatches the copy of a parameter to this host's devices of the sampler.
+
+    Args:
+      x: The parameter.
+      way: Its way.
+      target: The sharding of the copy.
+    """
+    pieces = make_cut(way, x.sharding)(x) if way.gathers or way.piece != way.leaves else [x]
+    there = dict[tuple[int, ...], list[jax.Array]]()  # place of a piece -> its replicas
+    for offset, piece in zip(np.ndindex(way.cuts), pieces, strict=True):
+        for shard in piece.addressable_shards:
+            place = _place(shard.index, way.piece, way.cuts, offset)
+            there.setdefault(place, []).append(shard.data)
+    devices = target.addressable_devices_indices_map(x.shape)
+    shape, joined = tuple(map(operator.floordiv, x.shape, way.joins)), list[jax.Array]()
+    for offset in np.ndindex(way.joins):
+        replicas = [there[_place(index, way.arrives, way.joins, offset)] for index in devices.values()]
+        nearest = [each[number % len(each)] for number, each in enumerate(replicas)]
+        joined.append(jax.make_array_from_single_device_arrays(shape, target, jax.device_put(nearest, [*devices])))
+    return joined[0] if len(joined) == 1 else make_join(way, target)(joined)
 
 
-def _relabelled(params: Params, devices: Devices) -> Params:
-    """Returns the parts on this host's devices as arrays on only these."""
+def _place(index: Any, part: tuple[int, ...], counts: tuple[int, ...], offset: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the place of a piece among all pieces of a parameter, from the index of the part that it belongs to."""
+    rows = zip(index, part, counts, offset, strict=True)
+    return tuple((axis.start or 0) // length * count + place for axis, length, count, place in rows)
 
-    def relabel(x: jax.Array, target: jax.sharding.Sharding) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(x.shape, target, [part.data for part in x.addressable_shards])
 
-    return jax.tree.map(relabel, params, shardings(params, devices))
+@cache
+def make_cut(way: Way, source: Sharding) -> Callable[[jax.Array], list[jax.Array]]:
+    """Makes the program that cuts each part of a parameter into pieces: into arrays with one piece of each part."""
+
+    def cut(x: jax.Array) -> list[jax.Array]:
+        cut_axes = x.reshape(_interleaved(map(operator.floordiv, x.shape, way.leaves), way.cuts, way.piece))
+        shape = [n // count for n, count in zip(x.shape, way.cuts, strict=True)]
+        whole = (slice(None),)
+        return [
+            cut_axes[tuple(entry for place in offset for entry in (*whole, place, *whole))].reshape(shape)
+            for offset in np.ndindex(way.cuts)
+        ]
+
+    spread = NamedSharding(source.mesh, PartitionSpec()) if way.gathers else source  # type: ignore[attr-defined]
+    return jax.jit(cut, out_shardings=spread)
+
+
+@cache
+def make_join(way: Way, target: Sharding) -> Callable[[list[jax.Array]], jax.Array]:
+    """Makes the program that joins such pieces to the parts of the sampler's devices."""
+
+    def join(pieces: list[jax.Array]) -> jax.Array:
+        numbers = [n // length for n, length in zip(pieces[0].shape, way.piece, strict=True)]
+        shape = _interleaved(numbers, [1] * len(numbers), way.piece)
+        rest = iter(pieces)
+
+        def joined(axis: int) -> jax.Array:
+            """Joins the next pieces along this axis and the axes after it."""
+            if axis == len(numbers):
+                return next(rest).reshape(shape)
+            return jnp.concatenate([joined(axis + 1) for _ in range(way.joins[axis])], 3 * axis + 1)
+
+        return joined(0).reshape([n * count for n, count in zip(pieces[0].shape, way.joins, strict=True)])
+
+    return jax.jit(join, out_shardings=target)
+
+
+def _interleaved(*rows: Iterable[int]) -> list[int]:
+    return [number for numbers in zip(*rows, strict=True) for number in numbers]
 
 
 # ---- rollouts

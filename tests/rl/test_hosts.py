@@ -16,7 +16,7 @@ import numpy as np
 import on_hosts
 import pytest
 import test_devices as cases
-from command_runs import write_inputs
+from command_runs import GRPO, write_inputs
 from rl_helpers import assert_same_files
 
 from grpo_jax.commands import train
@@ -131,14 +131,18 @@ def test_updates_on_several_hosts_equal_one_host(tmp_path, number, devices):
 
 @pytest.mark.slow
 def test_samplers_of_two_hosts_have_the_numbers_of_no_samplers(tmp_path):
-    """With parameters over both hosts, each of which samples its own groups on two of its four devices."""
-    options = ("--staleness", "1", "--max-rollouts", "1", "--devices", "0", "--fsdp", "4")
-    for name, devices, more in (("own", 4, ("--sampler-devices", "2", "--sampler-fsdp", "2")), ("none", 2, ())):
-        (tmp_path / name).mkdir()
-        finish(launch(tmp_path / name, *options, *more, number=2, devices=devices))
+    """With parameters cut over both hosts, each of which samples its own groups on two of its four devices."""
+    options = f"command {GRPO} --reward user.py:low --steps 4 --staleness 1 --devices 0 --fsdp 4 --learning-rate 1"
+    own = "--sampler-devices 2 --sampler-fsdp 2"
+    for name, devices, more in (("own", 4, own), ("none", 2, "")):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_inputs(folder)
+        finish(launch(folder, *options.split(), *more.split(), "--run-dir", "run", number=2, devices=devices))
     assert_close(lines(tmp_path / "own"), lines(tmp_path / "none"))
     groups = [lines(tmp_path / name, "rollouts.jsonl") for name in ("own", "none")]
     assert [group["completions"] for group in groups[0]] == [group["completions"] for group in groups[1]]
+    assert len({line["reward"] for line in lines(tmp_path / "own")}) == 4
 
 
 PAIRS = ("--task", "rows.jsonl", "--num-pairs", "8")

@@ -24,13 +24,14 @@ from tiny import (
 from grpo_jax.config import GRPOConfig, with_options
 from grpo_jax.devices import Devices, Mesh, devices_of, place, sampling_devices, shardings, to_devices, to_numpy
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.own_devices import balance, make_give, make_take, route_of
+from grpo_jax.rl import own_devices
+from grpo_jax.rl.own_devices import balance, make_give, make_take, moving_bytes
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.source import Sampler
 from grpo_jax.runs.folder import WAIT_SHARES
 from grpo_jax.sampling.sampler import Completions
 
-MODEL = tiny_config(8, num_attention_heads=4, num_key_value_heads=4, head_dim=4)
+MODEL = tiny_config(8, hidden_size=24, intermediate_size=48, num_attention_heads=4, num_key_value_heads=4, head_dim=4)
 POLICY, TASK = decoder_policy(MODEL), digit_task(says_three)
 
 
@@ -38,17 +39,19 @@ def listed(first: int, end: int, mesh: Mesh | None = None) -> Devices:
     return Devices(tuple(jax.devices()[first:end]), mesh)
 
 
-# The trainer's devices, the sampler's, and whether each side needs a program for the way of parameters.
+# The trainer's devices, the sampler's, and whether each side needs memory for the way of parameters.
 ROUTES = {
     "replicas": (listed(0, 4), listed(4, 8), False, False),
     "one to one": (listed(0, 1), listed(1, 2), False, False),
     "one to three": (listed(0, 1), listed(1, 4), False, False),
     "parts to replicas": (listed(0, 4, Mesh(1, 4, 1)), listed(4, 8), False, True),
+    "replicas to parts": (listed(0, 4), listed(4, 8, Mesh(1, 2, 2)), True, False),
     "same parts": (listed(0, 4, Mesh(1, 2, 2)), listed(4, 8, Mesh(1, 2, 2)), False, False),
-    "other parts": (listed(0, 4, Mesh(2, 2, 1)), listed(4, 8, Mesh(1, 1, 4)), False, True),
-    "four to two": (listed(0, 4, Mesh(1, 4, 1)), listed(4, 6, Mesh(1, 1, 2)), True, True),
-    "six to two": (listed(0, 6, Mesh(2, 3, 1)), listed(6, 8, Mesh(1, 2, 1)), True, False),
-    "four to one": (listed(0, 4, Mesh(1, 4, 1)), listed(4, 5), True, False),
+    "along other axes": (listed(0, 4, Mesh(1, 4, 1)), listed(4, 8, Mesh(1, 1, 4)), True, True),
+    "to larger parts": (listed(0, 4, Mesh(1, 4, 1)), listed(4, 6, Mesh(1, 2, 1)), False, True),
+    "to smaller parts": (listed(0, 4, Mesh(2, 2, 1)), listed(4, 8, Mesh(1, 4, 1)), True, False),
+    "in thirds and halves": (listed(0, 6, Mesh(2, 3, 1)), listed(6, 8, Mesh(1, 2, 1)), True, True),
+    "four to one": (listed(0, 4, Mesh(1, 4, 1)), listed(4, 5), False, True),
 }
 
 
@@ -60,10 +63,10 @@ def no_host():
         yield
 
 
-@pytest.mark.parametrize(("training", "sampling", "packs", "unpacks"), ROUTES.values(), ids=ROUTES)
-def test_copies_have_the_samplers_layout_and_outlive_the_original(training, sampling, packs, unpacks):
-    assert route_of(training, sampling)[2:] == (packs, unpacks)
+@pytest.mark.parametrize(("training", "sampling", "cuts", "joins"), ROUTES.values(), ids=ROUTES)
+def test_copies_have_the_samplers_layout_and_outlive_the_original(training, sampling, cuts, joins):
     original = jax.tree.map(np.array, randomly_adapted(random_params(MODEL)))
+    assert tuple(map(bool, moving_bytes(original, training, sampling))) == (cuts, joins)
     params, take = place(original, training), make_take(training, sampling)
     stepped = params._replace(adapters=jax.tree.map(lambda x: 2 * x, params.adapters))
     with no_host():
@@ -77,9 +80,23 @@ def test_copies_have_the_samplers_layout_and_outlive_the_original(training, samp
     assert all(x is y for x, y in bases)  # it moves only once
 
 
-@pytest.mark.parametrize(("training", "sampling", "packs", "unpacks"), ROUTES.values(), ids=ROUTES)
-def test_rollouts_arrive_in_the_trainers_layout(training, sampling, packs, unpacks):
-    del packs, unpacks
+@pytest.mark.parametrize("name", ["parts to replicas", "same parts", "four to one"])
+def test_what_no_host_has_whole_is_gathered_first(name, monkeypatch):
+    training, sampling, *_ = ROUTES[name]
+    params = place(random_params(MODEL), training)
+    monkeypatch.setattr(own_devices, "needs_gather", lambda training: True)
+    most = max(x.nbytes for x in jax.tree.leaves(params))
+    monkeypatch.setattr(own_devices, "IN_FLIGHT", most)  # and waits for some
+    assert moving_bytes(params, training, sampling)[0] == 2 * most
+    with no_host():
+        copied = make_take(training, sampling)(params)
+    assert jax.tree.map(lambda x: x.sharding, copied) == shardings(copied, sampling)
+    jax.tree.map(np.testing.assert_array_equal, to_numpy(copied), to_numpy(params))
+
+
+@pytest.mark.parametrize(("training", "sampling", "cuts", "joins"), ROUTES.values(), ids=ROUTES)
+def test_rollouts_arrive_in_the_trainers_layout(training, sampling, cuts, joins):
+    del cuts, joins
     rows = {"ids": np.arange(24 * 3).reshape(24, 3), "ended": np.arange(24) % 3 == 0, "none": None}
     placed, give = to_devices(rows, sampling), make_give(sampling, training)
     with no_host():
