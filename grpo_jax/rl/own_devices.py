@@ -145,8 +145,8 @@ def moving_bytes(params: Params, training: Devices, sampling: Devices) -> tuple[
 
     leaves, gathers = jax.tree.leaves(params), needs_gather(training)
     parts = zip(leaves, parts_on(training), parts_on(sampling), strict=True)
-    trainer, sampler = zip(*[way_of(x.shape, *shapes, gathers).sizes for x, *shapes in parts], strict=True)
-    return at_once(trainer), at_once(sampler)
+    sizes = [way_of(x.shape, part, arrives, gathers).sizes for x, part, arrives in parts]
+    return at_once(trainer for trainer, _ in sizes), at_once(sampler for _, sampler in sizes)
 
 
 def make_take(training: Devices, sampling: Devices) -> Callable[[Params], Params]:

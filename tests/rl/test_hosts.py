@@ -132,7 +132,7 @@ def test_updates_on_several_hosts_equal_one_host(tmp_path, number, devices):
 @pytest.mark.slow
 def test_samplers_of_two_hosts_have_the_numbers_of_no_samplers(tmp_path):
     """With parameters cut over both hosts, each of which samples its own groups on two of its four devices."""
-    options = f"command {GRPO} --reward user.py:low --steps 4 --staleness 1 --devices 0 --fsdp 4 --learning-rate 1"
+    options = f"command {GRPO} --reward user.py:low --steps 4 --staleness 1 --devices 0 --fsdp 4 --learning-rate 0.1"
     own = "--sampler-devices 2 --sampler-fsdp 2"
     for name, devices, more in (("own", 4, own), ("none", 2, "")):
         folder = tmp_path / name
@@ -142,7 +142,7 @@ def test_samplers_of_two_hosts_have_the_numbers_of_no_samplers(tmp_path):
     assert_close(lines(tmp_path / "own"), lines(tmp_path / "none"))
     groups = [lines(tmp_path / name, "rollouts.jsonl") for name in ("own", "none")]
     assert [group["completions"] for group in groups[0]] == [group["completions"] for group in groups[1]]
-    assert len({line["reward"] for line in lines(tmp_path / "own")}) == 4
+    assert len({line["reward"] for line in lines(tmp_path / "own") if "reward" in line}) > 1
 
 
 PAIRS = ("--task", "rows.jsonl", "--num-pairs", "8")
