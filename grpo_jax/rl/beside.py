@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from grpo_jax.config import SamplingConfig
-from grpo_jax.devices import to_numpy
+from grpo_jax.devices import to_devices, to_numpy
 from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.source import Sampler, Source, Start, empty_batch
@@ -125,7 +125,8 @@ def sampled_beside(
         close()
         for missing in (x for x in queue if isinstance(x, Pending) and not x.is_there):
             journal.keep_policy(version_of(missing.index), split({"policy": missing.policy})[0])
-        return tuple(nothing if isinstance(x, Pending) and not x.is_there else settled(x) for x in queue)
+        empty = to_devices(nothing, sampler.devices)
+        return tuple(empty if isinstance(x, Pending) and not x.is_there else settled(x) for x in queue)
 
     return Source(sample, lambda: (nothing,) * staleness, lambda queue: tuple(map(settled, queue)), suspend, close)
 

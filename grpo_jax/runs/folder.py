@@ -214,9 +214,8 @@ class RunFolder:
             shares = seconds["wait"] / line["step_s"], 1 - seconds.get("rollout", 0.0) / line["step_s"]
             line |= {name: round(max(share, 0.0), 4) for name, share in zip(WAIT_SHARES, shares, strict=True)}
         for part, count in (tokens or {}).items():
-            line[f"{part}_tokens"] = count
-            if spent := seconds.get(part):  # a rollout may have ended in the time of the step before
-                line[f"{part}_tokens_per_s"] = round(count / spent, 1)
+            line |= {f"{part}_tokens": count}
+            line |= {f"{part}_tokens_per_s": round(count / seconds[part], 1)} if seconds.get(part) else {}
         if update_flops:
             done = update_flops / seconds["update"]
             line["update_tflops"] = float(f"{done / 1e12:.4g}")
