@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import test_episodes as episode_tests
 from bigrams import train_grpo
 from rl_helpers import RUN, assert_same_runs, open_run, recording
 from tiny import (
@@ -202,3 +203,20 @@ def test_the_balance_is_where_nobody_would_wait():
     assert "about 3 sampler_devices of 8, where there are 4" in balance(4, 4, 0.2, 0.5)
     assert "about 1 sampler_devices of 4" in balance(1, 3, 0.0, 1.0)
     assert "about 3 sampler_devices of 4" in balance(2, 2, 1.0, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_episodes_and_dynamic_sampling_use_the_samplers_devices(tmp_path, staleness):
+    """With the numbers of a run without these. A bigram has no sums that rounding could change."""
+    episodes = episode_tests.PLAYED, with_options(episode_tests.CONFIG, staleness=staleness)
+    redrawn = digit_task(says_three), with_options(RUN, staleness=staleness, max_rollouts=3)
+    for name, (task, config) in {"episodes": episodes, "redrawn": redrawn}.items():
+        own = with_options(config, devices=4, sampler_devices=2, eval_every=2)
+        lines = []
+        for options in (own, without_sampler_devices(own)):
+            run = open_run(tmp_path / f"{name}-{options.devices}", options)
+            train_grpo(task, options, run, evaluate=lambda params, step: {})
+            lines.append(run.lines("rollouts.jsonl"))
+        assert [line["completions"] for line in lines[0]] == [line["completions"] for line in lines[1]]
+        assert len({str(line["completions"]) for line in lines[0]}) > 4
