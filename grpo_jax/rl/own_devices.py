@@ -28,6 +28,7 @@ from grpo_jax.devices import (
     cut_of,
     jit_on_devices,
     local_devices,
+    local_numbers,
     local_rows,
     num_hosts,
     parts,
@@ -51,8 +52,9 @@ def on_own_devices(sampler: Sampler, devices: Devices) -> Sampler:
     take, give = make_take(devices, sampler.devices), make_give(sampler.devices, devices)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
-        rows = to_devices(local_rows((prompts.tokens, numbers, temperature)), sampler.devices)
-        return give(sampler.draw(params, prompts._replace(tokens=rows[0]), *rows[1:], noise))
+        tokens, *rows = to_devices(local_rows((prompts.tokens, numbers, temperature)), sampler.devices)
+        examples = [prompts.examples[number] for number in local_numbers(devices, len(numbers))]
+        return give(sampler.draw(params, prompts._replace(tokens=tokens, examples=examples), *rows, noise))
 
     counts = size(sampler.devices), size(devices) // num_hosts(devices)
     return sampler._replace(draw=draw, devices=devices, take=take, at_once=1, balance=partial(balance, *counts))
