@@ -84,42 +84,42 @@ IN_FLIGHT = 2**28  # bytes of parameters on their way that are in memory at once
 
 
 class Way(NamedTuple):
-    """The way of a parameter, as shapes: its parts on the trainer's devices are cut into pieces, which devices of the
-    sampler join to parts of their own."""
+    """The way of a parameter, as shapes. Its parts on the trainer's devices are cut into pieces, which the sampler's
+    devices join to parts of their own."""
 
-    leaves: tuple[int, ...]  # the shape of a part on the trainer's devices
+    source: tuple[int, ...]  # the shape of a part on the trainer's devices
     piece: tuple[int, ...]  # the shape of a piece
-    arrives: tuple[int, ...]  # the shape of a part on the sampler's devices
+    target: tuple[int, ...]  # the shape of a part on the sampler's devices
     gathers: bool  # true if the trainer's devices gather the parameter first, since no host has all of it
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The number of pieces of a part that leaves, along each axis."""
-        return tuple(map(operator.floordiv, self.leaves, self.piece))
+        """The number of pieces of a part on the trainer's devices, along each axis."""
+        return tuple(map(operator.floordiv, self.source, self.piece))
 
     @property
     def joins(self) -> tuple[int, ...]:
-        """The number of pieces of a part that arrives, along each axis."""
-        return tuple(map(operator.floordiv, self.arrives, self.piece))
+        """The number of pieces of a part on the sampler's devices, along each axis."""
+        return tuple(map(operator.floordiv, self.target, self.piece))
 
     @property
     def sizes(self) -> tuple[int, int]:
         """The elements that a copy takes on its way, on a device of the trainer and on one of the sampler."""
-        leaves, piece, arrives = map(math.prod, self[:3])
-        return (leaves if self.gathers or piece < leaves else 0), (arrives if piece < arrives else 0)
+        source, piece, target = map(math.prod, self[:3])
+        return (source if self.gathers or piece < source else 0), (target if piece < target else 0)
 
 
-def way_of(shape: tuple[int, ...], leaves: tuple[int, ...], arrives: tuple[int, ...], gathers: bool) -> Way:
+def way_of(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...], gathers: bool) -> Way:
     """Returns the way of a parameter.
 
     Args:
       shape: The shape of the parameter.
-      leaves: The shape of a part on the trainer's devices.
-      arrives: The shape of a part on the sampler's devices.
+      source: The shape of a part on the trainer's devices.
+      target: The shape of a part on the sampler's devices.
       gathers: True if no host has all parts.
     """
-    leaves = shape if gathers else leaves
-    return Way(leaves, tuple(map(math.gcd, leaves, arrives)), arrives, gathers)
+    source = shape if gathers else source
+    return Way(source, tuple(map(math.gcd, source, target)), target, gathers)
 
 
 def needs_gather(training: Devices) -> bool:
@@ -147,7 +147,7 @@ def moving_bytes(params: Params, training: Devices, sampling: Devices) -> tuple[
 
     leaves, gathers = jax.tree.leaves(params), needs_gather(training)
     parts = zip(leaves, parts_on(training), parts_on(sampling), strict=True)
-    sizes = [way_of(x.shape, part, arrives, gathers).sizes for x, part, arrives in parts]
+    sizes = [way_of(x.shape, source, target, gathers).sizes for x, source, target in parts]
     return at_once(trainer for trainer, _ in sizes), at_once(sampler for _, sampler in sizes)
 
 
@@ -189,7 +189,7 @@ def copy(x: jax.Array, way: Way, target: Sharding) -> jax.Array:
       way: Its way.
       target: The sharding of the copy.
     """
-    pieces = make_cut(way, x.sharding)(x) if way.gathers or way.piece != way.leaves else [x]
+    pieces = make_cut(way, x.sharding)(x) if way.gathers or way.piece != way.source else [x]
     there = dict[tuple[int, ...], list[jax.Array]]()  # place of a piece -> its replicas
     for offset, piece in zip(np.ndindex(way.cuts), pieces, strict=True):
         for shard in piece.addressable_shards:
@@ -198,7 +198,7 @@ def copy(x: jax.Array, way: Way, target: Sharding) -> jax.Array:
     devices = target.addressable_devices_indices_map(x.shape)
     shape, joined = tuple(map(operator.floordiv, x.shape, way.joins)), list[jax.Array]()
     for offset in np.ndindex(way.joins):
-        replicas = [there[_place(index, way.arrives, way.joins, offset)] for index in devices.values()]
+        replicas = [there[_place(index, way.target, way.joins, offset)] for index in devices.values()]
         nearest = [each[number % len(each)] for number, each in enumerate(replicas)]
         joined.append(jax.make_array_from_single_device_arrays(shape, target, jax.device_put(nearest, [*devices])))
     return joined[0] if len(joined) == 1 else make_join(way, target)(joined)
@@ -215,7 +215,7 @@ def make_cut(way: Way, source: Sharding) -> Callable[[jax.Array], list[jax.Array
     """Makes the program that cuts each part of a parameter into pieces: into arrays with one piece of each part."""
 
     def cut(x: jax.Array) -> list[jax.Array]:
-        cut_axes = x.reshape(_interleaved(map(operator.floordiv, x.shape, way.leaves), way.cuts, way.piece))
+        cut_axes = x.reshape(_interleaved(map(operator.floordiv, x.shape, way.source), way.cuts, way.piece))
         shape = [n // count for n, count in zip(x.shape, way.cuts, strict=True)]
         whole = (slice(None),)
         return [

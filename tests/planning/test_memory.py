@@ -331,10 +331,10 @@ def test_copies_and_their_way_take_the_planned_memory(mesh, other, adapters, mon
     leaving = arriving = 0
     for x, target in zip(jax.tree.leaves(params), jax.tree.leaves(shardings(params, sampling)), strict=True):
         way = own_devices.way_of(x.shape, x.sharding.shard_shape(x.shape), target.shard_shape(x.shape), False)
-        if way.piece != way.leaves:
+        if way.piece != way.source:
             planned = planned_bytes(own_devices.make_cut(way, x.sharding).lower(x).compile())
             leaving += planned["results"] + planned["temporary"]
-        if way.piece != way.arrives:
+        if way.piece != way.target:
             pieces = [n // count for n, count in zip(x.shape, way.joins, strict=True)]
             arrays = [jax.ShapeDtypeStruct(pieces, x.dtype, sharding=target)] * math.prod(way.joins)
             planned = planned_bytes(own_devices.make_join(way, target).lower(arrays).compile())
