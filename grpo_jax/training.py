@@ -17,7 +17,6 @@ from grpo_jax.devices import devices_of, place, pop_bytes_moved, to_devices
 from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import RewardLike, to_rewards
-from grpo_jax.rl.beside import Journal
 from grpo_jax.rl.evaluate import (
     Evaluation,
     Samples,
@@ -100,9 +99,8 @@ def train(
     run.keep_inputs(phase, inputs_of(task) | config.sources)
     devices, logging = programs.sampler.devices, config.logging
     trained, frozen = split(with_fixed_reference(place(params, devices), config))
-    rewards, journal = to_rewards(reward or task.reward), run.journal()
-    kept = Journal(journal.find, journal.keep, journal.keep_policy, journal.policy)
-    it = make_iteration(phase, programs, trained, frozen, task, rewards, config, timed=run.timed, journal=kept)
+    rewards, journal = to_rewards(reward or task.reward), run.open_journal()
+    it = make_iteration(phase, programs, trained, frozen, task, rewards, config, timed=run.timed, journal=journal)
     it = it._replace(on_rollout=on_rollout)
 
     def initial_state() -> TrainState:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from grpo_jax.engines.completions import ScoredText, score_prompt, score_sampled
 from grpo_jax.engines.http import KEY, Connections, Failure, Gone, Refused, ask, parse_json
@@ -43,7 +44,7 @@ class Server:
     answers: bool = True  # false after a request in vain
     has_worker: bool | None = None  # true if it runs `engines.worker`; None: unknown
     loading: Any = field(default_factory=threading.Lock)  # held while it loads parameters
-    waiting: Connections = field(default_factory=set)  # the connections of its requests
+    waiting: Connections = field(default_factory=WeakSet)
 
     @property
     def version(self) -> str:

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params import Adapted, check_full_precision
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.beside import NO_JOURNAL, Journal
+from grpo_jax.rl.beside import NO_JOURNAL, Journal, with_one_thread
 from grpo_jax.rl.episodes import Turns, play
 from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions
@@ -51,6 +50,7 @@ def sampler_of(
       UsageError: No engine answers, or an engine does not support the run.
     """
     _check(pretrained, task, config)
+    task = with_one_thread(task) if config.sampling.staleness else task
     policy, devices = decoder_policy(pretrained.config), sampling_devices(config)
     sampling, max_tokens = config.sampling, config.sampling.max_tokens
     truncation = {"top_k": sampling.top_k or -1, "top_p": sampling.top_p, "min_p": sampling.min_p}
@@ -155,10 +155,10 @@ def balance(servers: int, trainer: float, sampler: float) -> str:
       trainer: The share of a step for which the trainer waited for servers.
       sampler: The share of a step for which servers waited for the trainer.
     """
-    balanced = max(1, math.ceil(servers * (1 - sampler) / max(1 - trainer, 1e-9)))
+    balanced = servers * (1 - sampler) / max(1 - trainer, 1e-9)
     return (
         f"the trainer waited for servers {trainer:.0%} of the time, and servers for the trainer {sampler:.0%}: "
-        f"{balanced} servers, where there are {servers}, would have balanced both"
+        f"{balanced:.1f} servers would balance both, and there {'are' if servers > 1 else 'is'} {servers}"
     )
 
 

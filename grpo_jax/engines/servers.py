@@ -43,7 +43,7 @@ from grpo_jax.sampling.stopping import Stop
 _AT_ONCE = 256  # concurrent requests to a server, which batches them
 _ADAPTERS_AT_ONCE = 2  # rollouts that are sampled at once with adapters
 _PAUSE, _LOOKS = 5.0, 50  # seconds between attempts to reach a server, and how often a cancellation is looked for
-_CHECK_SECONDS = 0.5  # between two checks that a server still holds the version of the completions to keep
+_KEEP_SECONDS = 0.5  # after which completions that have ended are kept
 _PROOF_TOKENS, _PROOF_WIDTH = 8, 32  # that are sampled, and that are scored if there is room
 
 # The largest average difference in nats between log-probabilities of the trainer and of a server that holds its
@@ -86,19 +86,15 @@ class Model(NamedTuple):
     copy: Callable[[Params], Params] = lambda params: params  # copies what an update may change, without waiting
 
 
-Leaves = list["weakref.ref[Any]"]
-
-
 @dataclass(eq=False)
 class Parcel:
-    """Parameters in a folder, which servers load. It does not keep the arrays in memory."""
+    """Parameters in a folder, which servers load. It does not keep the arrays in memory, and is needed as long as they
+    are."""
 
-    trees: list[Leaves]  # the arrays of each tree with these parameters
-    copies: list[tuple[Any, Leaves]] = field(default_factory=list)  # the copies among them, with their structures
+    leaves: "list[weakref.ref[Any]]"
     scores: Callable[[], np.ndarray] | None = None  # waits for the trainer's scores of the text of the proof
     folder: Path | None = None  # None: not written yet
     digest: str = ""  # of the files in the folder
-    users: int = 0  # the number of rollouts and requests that need the folder
     writing: Any = field(default_factory=threading.Lock)
 
     @property
@@ -107,20 +103,15 @@ class Parcel:
         assert self.folder
         return self.folder.name
 
-    def has(self, params: Params) -> bool:
-        """Returns whether these are the parameters of the parcel."""
-        leaves = jax.tree.leaves(params)
-        return any(
-            len(tree) == len(leaves) and all(x() is y for x, y in zip(tree, leaves, strict=True)) for tree in self.trees
-        )
 
-    def copy(self) -> Params | None:
-        """Returns a copy of the parameters that is still in memory, if there is one."""
-        for structure, tree in self.copies:
-            leaves = [x() for x in tree]
-            if all(x is not None for x in leaves):
-                return jax.tree.unflatten(structure, leaves)
-        return None
+class Draw(NamedTuple):
+    """The completions of one call of `Engine.submit`."""
+
+    params: Params
+    parcel: Parcel
+    requests: Sequence[Request]
+    journal: Journal
+    cancelled: threading.Event
 
 
 class Engine:
@@ -155,7 +146,9 @@ class Engine:
         if self._temporary:
             self._folder.chmod(0o755)  # the server may run as another user
         self._parcels: list[Parcel] = []  # the newest last
-        self._sorting = threading.Lock()  # held while the list, or the users of a parcel, change
+        self._taken: tuple[list[Any], Params] = [], None  # references to parameters, and the last copy of them
+        self._sampling: list[str] = []  # the versions of the rollouts that are being sampled
+        self._sorting = threading.Lock()  # held while one of these lists changes
         self._turns = {False: threading.Semaphore(1), True: threading.Semaphore(_ADAPTERS_AT_ONCE)}  # with adapters?
         self._cancelled = threading.Event()  # replaced by each cancellation
         self._waited = 0.0  # seconds since the last call of `pop_times`
@@ -209,16 +202,18 @@ class Engine:
         Raises:
           Interruption: The rollout was cancelled, or the parameters cannot be written.
         """
-        cancelled = self._cancelled
-        with self._using(params) as parcel:
-            self._write(parcel, params)
-            ready = time.monotonic()
-            with self._turns[isinstance(params, Adapted)]:
-                self._waited += time.monotonic() - ready
-                _check_goes_on(cancelled)
+        cancelled, version = self._cancelled, self._written(params).version
+        ready = time.monotonic()
+        with self._turns[isinstance(params, Adapted)]:
+            self._waited += time.monotonic() - ready
+            _check_goes_on(cancelled)
+            self._sampling.append(version)
+            try:
                 yield
-        for server in self._servers:
-            self._unload(server, params)
+            finally:
+                self._sampling.remove(version)
+                for server in self._servers:
+                    self._unload(server, params)
 
     def submit(
         self, params: Params, requests: Sequence[Request], journal: Journal = NO_JOURNAL
@@ -262,13 +257,12 @@ class Engine:
     def _complete(
         self, params: Params, requests: Sequence[Request], journal: Journal, cancelled: threading.Event
     ) -> list[SampledTokens]:
-        with self._using(params) as parcel:
-            self._write(parcel, params)
-            kept = {place: journal.find(parcel.digest, request.digest) for place, request in enumerate(requests)}
-            answers = {place: tokens for place, tokens in kept.items() if tokens is not None}
-            return self._complete_missing(Draw(params, parcel, requests, journal, cancelled), answers)
+        parcel = self._written(params)
+        kept = {place: journal.find(parcel.digest, request.digest) for place, request in enumerate(requests)}
+        answers = {place: tokens for place, tokens in kept.items() if tokens is not None}
+        return self._complete_missing(Draw(params, parcel, requests, journal, cancelled), answers)
 
-    def _complete_missing(self, draw: "Draw", answers: dict[int, SampledTokens]) -> list[SampledTokens]:
+    def _complete_missing(self, draw: Draw, answers: dict[int, SampledTokens]) -> list[SampledTokens]:
         """Samples the completions that have no answer yet, and returns all of them."""
         requests = draw.requests
         failures: dict[Server, Gone] = {}  # of the servers that were asked in vain since the last pause
@@ -313,7 +307,7 @@ class Engine:
             shares[first if first in ready else ready[group % len(ready)]].append(place)
         return shares
 
-    def _draw(self, server: Server, draw: "Draw", places: list[int]) -> tuple[dict[int, SampledTokens], Gone | None]:
+    def _draw(self, server: Server, draw: Draw, places: list[int]) -> tuple[dict[int, SampledTokens], Gone | None]:
         """Samples completions with one server, by place, all of them with these parameters. Also returns its failure.
 
         Raises:
@@ -335,10 +329,9 @@ class Engine:
             return {}, error
 
     def _ask_all(
-        self, server: Server, handover: Handover, draw: "Draw", places: list[int]
+        self, server: Server, handover: Handover, draw: Draw, places: list[int]
     ) -> tuple[dict[int, SampledTokens], Gone | None]:
         """Sends requests concurrently. After a failure, no further requests begin. Also returns the failure."""
-        keep = self._keeper(server, handover, draw)
 
         def ask_for(place: int) -> SampledTokens:
             body = draw.requests[place].body
@@ -346,47 +339,32 @@ class Engine:
                 raise Gone("the rollout was cancelled")
             try:
                 answer = handover.complete(server, draw.parcel.version, body)
-                tokens = read_completion(answer, body, self._model.vocab_size, self._model.stop)
+                return read_completion(answer, body, self._model.vocab_size, self._model.stop)
             except Wrong as error:
                 raise Interruption(f"the engine at {server.url} {error}: nothing was learned from it") from None
-            keep(draw.requests[place], tokens)
-            return tokens
 
+        sampled: dict[int, SampledTokens] = {}
+        errors: list[BaseException] = []
         with ThreadPoolExecutor(min(_AT_ONCE, len(places))) as pool:
-            draws = {place: pool.submit(ask_for, place) for place in places}
-            wait(draws.values(), return_when=FIRST_EXCEPTION)
-            pool.shutdown(cancel_futures=True)
-        keep(None, None)
-        ended = {place: draw for place, draw in draws.items() if not draw.cancelled()}
-        errors = [error for draw in ended.values() if (error := draw.exception())]
+            asked = {pool.submit(ask_for, place): place for place in places}
+            left = {*asked}
+            while left:
+                ended, left = wait(left, _KEEP_SECONDS, FIRST_EXCEPTION)
+                errors += [error for each in ended if (error := each.exception())]
+                if errors and left:
+                    pool.shutdown(cancel_futures=True)
+                    left = {each for each in left if not each.cancelled()}
+                new = {asked[each]: each.result() for each in ended if not each.exception()}
+                # A server that was started again might have sampled them with other parameters.
+                if new and draw.journal.keep and handover.holds(server, draw.parcel.version) is not False:
+                    draw.journal.keep(
+                        [draw.requests[place].line(draw.parcel.digest, tokens) for place, tokens in new.items()]
+                    )
+                sampled |= new
         for error in errors:
             if not isinstance(error, Gone):
                 raise error
-        sampled = {place: draw.result() for place, draw in ended.items() if not draw.exception()}
         return sampled, next((error for error in errors if isinstance(error, Gone)), None)
-
-    def _keeper(self, server: Server, handover: Handover, draw: "Draw") -> Callable[..., None]:
-        """Returns a function that keeps finished completions, once the server still holds their parameters.
-
-        A server that was started again might have sampled them with others. It is asked at most twice a second, and
-        when the function is called without a completion.
-        """
-        finished: list[tuple[Request, SampledTokens]] = []
-        lock, checked = threading.Lock(), time.monotonic()
-
-        def keep(request: Request | None, tokens: SampledTokens | None) -> None:
-            nonlocal checked
-            with lock:
-                if request is not None and tokens is not None:
-                    finished.append((request, tokens))
-                    if time.monotonic() - checked < _CHECK_SECONDS:
-                        return
-                checked = time.monotonic()
-                kept, finished[:] = list(finished), []
-            if kept and draw.journal is not NO_JOURNAL and handover.holds(server, draw.parcel.version) is not False:
-                draw.journal.keep([request.line(draw.parcel.digest, tokens) for request, tokens in kept])
-
-        return keep
 
     # ---- parameters
 
@@ -398,49 +376,37 @@ class Engine:
         Args:
           params: The parameters of the policy, as the trainer's thread has them.
         """
-        with self._sorting:
-            parcel = self._parcel(params)
-            copy = parcel.copy()
-            if copy is None:
-                copy = self._model.copy(params)
-                tree = _refs(copy)
-                parcel.trees.append(tree)
-                parcel.copies.append((jax.tree.structure(copy), tree))
-            if parcel.scores is None and self._probe:
-                parcel.scores = self._model.score(copy, self._probe.text, 1.0)
+        source, copy = self._taken
+        if not _are(source, params):
+            copy = self._model.copy(params)
+            self._taken = _refs(params), copy
+        parcel = self._parcel(copy)
+        if parcel.scores is None and self._probe:
+            parcel.scores = self._model.score(copy, self._probe.text, 1.0)
         return copy
 
     def _parcel(self, params: Params) -> Parcel:
-        """Returns the parcel of parameters. A new one replaces those that nothing needs any more."""
-        known = next((parcel for parcel in self._parcels if parcel.has(params)), None)
-        if known is None:
-            needed = [parcel for parcel in self._parcels if parcel.users or parcel.copy() is not None]
-            for parcel in self._parcels:
-                if parcel.folder and parcel not in needed:
-                    shutil.rmtree(parcel.folder, ignore_errors=True)
-            known = Parcel([_refs(params)])
-            self._parcels = [*needed, known]
+        """Returns the parcel of parameters. A new one replaces those whose parameters are gone."""
+        with self._sorting:
+            known = next((parcel for parcel in self._parcels if _are(parcel.leaves, params)), None)
+            if known is None:
+                known = Parcel(_refs(params))
+                gone = [parcel for parcel in self._parcels if any(leaf() is None for leaf in parcel.leaves)]
+                self._parcels = [*(parcel for parcel in self._parcels if parcel not in gone), known]
+                for parcel in gone:
+                    if parcel.folder:
+                        shutil.rmtree(parcel.folder, ignore_errors=True)
         return known
 
-    @contextmanager
-    def _using(self, params: Params) -> Iterator[Parcel]:
-        """Opens a block that needs the parcel of parameters."""
-        with self._sorting:
-            parcel = self._parcel(params)
-            parcel.users += 1
-        try:
-            yield parcel
-        finally:
-            with self._sorting:
-                parcel.users -= 1
-
-    def _write(self, parcel: Parcel, params: Params) -> None:
-        """Writes parameters to a new folder, unless they are there."""
+    def _written(self, params: Params) -> Parcel:
+        """Returns the parcel of parameters, and writes its folder if there is none."""
+        parcel = self._parcel(params)
         with parcel.writing:
             if parcel.folder is None:
                 folder = self._save("parameters", params)
                 names = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
                 parcel.digest, parcel.folder = hash_values(hash_files(folder, names)), folder
+        return parcel
 
     def _save(self, name: str, params: Params) -> Path:
         folder = self._folder / f"{name}-{uuid.uuid4().hex[:12]}"
@@ -450,7 +416,7 @@ class Engine:
             raise Interruption(f"{self._folder} cannot take parameters ({lacking(error) or error})") from None
         return folder
 
-    def _load(self, server: Server, handover: Handover, draw: "Draw") -> None:
+    def _load(self, server: Server, handover: Handover, draw: Draw) -> None:
         """Makes a server load parameters, unless it holds them.
 
         Raises:
@@ -474,8 +440,7 @@ class Engine:
         if not isinstance(params, Adapted) or not (unload := handover_of(server, params).unload):
             return
         with self._sorting:
-            used = {parcel.version for parcel in self._parcels if parcel.users and parcel.folder}
-            idle = [version for version in server.versions[:-1] if version not in used]
+            idle = [version for version in server.versions[:-1] if version not in self._sampling]
             server.versions = [version for version in server.versions if version not in idle]
         for version in idle:
             unload(server, version)
@@ -544,18 +509,14 @@ class Engine:
         return ""
 
 
-class Draw(NamedTuple):
-    """The completions of one call of `Engine.submit`."""
-
-    params: Params
-    parcel: Parcel
-    requests: Sequence[Request]
-    journal: Journal
-    cancelled: threading.Event
-
-
-def _refs(params: Params) -> Leaves:
+def _refs(params: Params) -> "list[weakref.ref[Any]]":
     return [weakref.ref(x) for x in jax.tree.leaves(params)]
+
+
+def _are(refs: "list[weakref.ref[Any]]", params: Params) -> bool:
+    """Returns whether references are to the leaves of these parameters."""
+    leaves = jax.tree.leaves(params)
+    return len(refs) == len(leaves) and all(ref() is x for ref, x in zip(refs, leaves, strict=True))
 
 
 def _check_goes_on(cancelled: threading.Event) -> None:

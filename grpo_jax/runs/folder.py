@@ -34,6 +34,7 @@ from grpo_jax.data.types import hash_values
 from grpo_jax.devices import peak_memory_mb
 from grpo_jax.errors import UsageError
 from grpo_jax.options import current_name, flattened, from_json, options_of
+from grpo_jax.rl.beside import NO_JOURNAL, Journal
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.files import (
     TEMPORARY,
@@ -49,7 +50,7 @@ from grpo_jax.runs.files import (
     write_parts,
     write_text,
 )
-from grpo_jax.runs.journal import RunJournal
+from grpo_jax.runs.journal import open_journal
 from grpo_jax.runs.progress import RunConsole, Show, programs_so_far, progress, say, waiting
 
 Options = TypeVar("Options")
@@ -98,7 +99,7 @@ class RunFolder:
         # part -> its seconds since the last line, the number of its open blocks, and when this was computed
         self._parts: dict[str, tuple[float, int, float]] = {}
         self._clock = threading.Lock()  # blocks of several threads may be open
-        self._journal: RunJournal | None = None
+        self._journal = NO_JOURNAL
         # Of the lines of a phase in a file, the number and the CRC-32
         self._lines = defaultdict[tuple[str, str], tuple[int, int]](lambda: (0, 0))
         self._started = self._logged = time.perf_counter()
@@ -312,15 +313,14 @@ class RunFolder:
             if (self.path / name).exists():
                 with (self.path / name).open("rb") as file:
                     os.fsync(file.fileno())
-        if self._journal:
-            self._journal.turn_page()
+        self._journal.turn_page()
         return {name: [*self._lines[phase, name]] for name in _PHASE_FILES}
 
     # ---- checkpoints, times, messages
 
-    def journal(self) -> RunJournal:
+    def open_journal(self) -> Journal:
         """Returns the journal of the phase that begins or continues."""
-        self._journal = RunJournal(self.path / "journal")
+        self._journal = open_journal(self.path / "journal")
         return self._journal
 
     def checkpoints(self, phase: str, *, keep: int, keep_best: bool = False) -> Checkpoints:

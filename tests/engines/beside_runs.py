@@ -48,7 +48,12 @@ CONFIG = recipe(
 NUMBERS = completion_numbers(CONFIG.sampling).ravel()
 COUNT = NUMBERS.size  # completions of a rollout
 # The step and the number of the completion that a seed is made of.
-PLACES = {seed_of(noise_of(CONFIG.seed, SAMPLING, step), n): (step, int(n)) for step in range(40) for n in NUMBERS}
+PLACES = {
+    seed_of(noise_of(CONFIG.seed, SAMPLING, step), n, turn): (step, int(n))
+    for step in range(40)
+    for n in NUMBERS
+    for turn in (1, 2, 3)
+}
 
 
 @cache
@@ -58,8 +63,8 @@ def params_of(rank: int = 0):
 
 
 @cache
-def programs_of(staleness: int, **options):
-    return make_programs(POLICY, TASK, with_options(CONFIG, staleness=staleness, **options))
+def programs_of(staleness: int):
+    return make_programs(POLICY, TASK, with_options(CONFIG, staleness=staleness))
 
 
 class HashingServer(Server):
@@ -97,9 +102,9 @@ class HashingServer(Server):
         return score_program()(self.read(folder), ids, temperature)()
 
     def hash(self, folder, body):
-        dice = np.random.default_rng([int(self.digest(folder)[:8], 16), body["seed"]])
-        ids = dice.integers(0, EOS, dice.integers(1, MAX_TOKENS + 1)).tolist()
-        ids = ids if len(ids) == MAX_TOKENS else [*ids, EOS]
+        dice, most = np.random.default_rng([int(self.digest(folder)[:8], 16), body["seed"]]), body["max_tokens"]
+        ids = dice.integers(0, EOS, dice.integers(1, min(most, MAX_TOKENS) + 1)).tolist()
+        ids = ids if len(ids) == most else [*ids, EOS]
         return ids, (-dice.random(len(ids))).tolist()
 
     def reply(self, path, body):
@@ -129,13 +134,22 @@ def score_program():
     return make_score(POLICY, ONE_DEVICE)
 
 
-def sampler_at(servers, staleness, **options):
+def sampler_at(servers, config, task=TASK, **options):
     options = EngineOptions(tuple(server if isinstance(server, str) else server.url for server in servers), **options)
-    return sampler_of(options, PRETRAINED, TASK, with_options(CONFIG, staleness=staleness), note=print)
+    return sampler_of(options, PRETRAINED, task, config, note=print)
 
 
 def run_of(
-    folder, servers, staleness, *, rank=0, change=lambda programs: programs, reward=None, engine=None, **options
+    folder,
+    servers,
+    staleness,
+    *,
+    rank=0,
+    change=lambda programs: programs,
+    reward=None,
+    engine=None,
+    task=TASK,
+    **options,
 ):
     """Returns the end of a run, and its folder.
 
@@ -147,13 +161,17 @@ def run_of(
       change: Changes the programs.
       reward: Replaces the reward.
       engine: Options of the engine.
+      task: The task.
       **options: Options of the run.
     """
-    programs = programs_of(staleness, **options)
-    run = RunFolder(folder, dataclasses.asdict(programs.config))
-    programs = change(programs._replace(sampler=sampler_at(servers, staleness, **(engine or {}))))
+    programs = make_programs(POLICY, task, with_options(CONFIG, staleness=staleness, **options))
+    config = programs.config
+    if task is TASK and not options:
+        programs = programs_of(staleness)
+    run = RunFolder(folder, dataclasses.asdict(config))
+    programs = change(programs._replace(sampler=sampler_at(servers, config, task, **(engine or {}))))
     params = {"policy": params_of(rank)}
-    return train(params, TASK, programs.config, run, programs, phase="grpo", reward=reward), run
+    return train(params, task, config, run, programs, phase="grpo", reward=reward), run
 
 
 def blocking(programs):
