@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+from grpo_jax import hosts
 from grpo_jax.config import EngineOptions, GRPOConfig
-from grpo_jax.devices import Devices, jit_on_devices, parts, sampling_devices, to_devices, to_numpy
+from grpo_jax.devices import (
+    Devices,
+    jit_on_devices,
+    local_numbers,
+    local_rows,
+    parts,
+    sampling_devices,
+    to_devices,
+    to_numpy,
+)
 from grpo_jax.engines.completions import OTHER_SAMPLING, request_body
-from grpo_jax.engines.servers import Engine, Model, Request
+from grpo_jax.engines.servers import Engine, Model, Request, make_probe
 from grpo_jax.engines.supports import make_add_supports
 from grpo_jax.errors import Interruption, UsageError
-from grpo_jax.hosts import check_alone
 from grpo_jax.models import huggingface, peft
 from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.huggingface import Pretrained
@@ -59,11 +70,13 @@ def sampler_of(
         if isinstance(params, Adapted):
             peft.save_adapter(folder, pretrained.config, params, base=str(pretrained.folder))
         else:
-            # A server that rounds to the nearest bfloat16 number then has the policy's numbers.
-            params = policy.rounded(params) if policy.rounded else params
+            # A server that rounds to the nearest bfloat16 number then has the policy's numbers. On the host it need not
+            # wait for the devices.
+            host = jax.local_devices(backend="cpu")[0]
+            params = policy.rounded(jax.device_put(params, host)) if policy.rounded else params
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 
-    copy_arrays = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+    copy_arrays = make_copy(devices)
 
     def copy(params: Params) -> Params:
         # An update never changes the base.
@@ -73,8 +86,11 @@ def sampler_of(
             else copy_arrays(params)
         )
 
-    model = Model(save, make_score(policy, devices), pretrained.config.dtype, task.vocab_size, task.stop, copy)
-    engine = Engine(options, model, sampling.temperature, note=note)
+    dtype, vocab_size = pretrained.config.dtype, task.vocab_size
+    model = Model(save, make_score(policy, devices), dtype, vocab_size, task.stop, copy, devices.is_single)
+    options, takes = _servers_of_host(options), bool(sampling.staleness) or hosts.count() > 1
+    probe = make_probe(longest_prompt(task), sampling.temperature, max_tokens, vocab_size) if takes else None
+    engine = Engine(options, model, sampling.temperature, probe=probe, note=note)
     add_supports = make_add_supports(policy, sampling, devices, engine.rounding)
 
     def turns(journal: Journal, params, prompts: list[list[int]], numbers, temperature, noise) -> Turns:
@@ -113,15 +129,18 @@ def sampler_of(
             replies = yield out
 
     def draw(journal: Journal, params, prompts, numbers, temperature, noise) -> Completions:
-        ids, mask, numbers, temperatures = to_numpy((prompts.tokens.ids, prompts.tokens.mask, numbers, temperature))
+        given = prompts.tokens.ids, prompts.tokens.mask, numbers, temperature
+        places = local_numbers(devices, len(numbers))  # each host samples the groups on its devices
+        ids, mask, numbers, temperatures = local_rows(given)
         rows = [row[is_token].tolist() for row, is_token in zip(ids, mask, strict=True)]
         sampled = turns(journal, params, rows, numbers, temperatures, noise)
         with engine.turn(params):
             if task.environment:
-                out = play(sampled, numbers, noise, prompts.examples, task, sampling)
+                examples = [prompts.examples[place] for place in places]
+                out = play(sampled, numbers, noise, examples, task, sampling)
             else:
                 out = next(sampled)._replace(turn=None)
-        out = to_devices(out, devices)
+        out = to_devices(jax.tree.map(partial(_at_places, places, given[2].shape[0]), out), devices)
         if not sampling.kept_tokens:
             return out
         out, differences = add_supports(params, prompts.tokens, temperature, out)
@@ -142,9 +161,47 @@ def sampler_of(
         pop_times=engine.pop_times,
         balance=partial(balance, len(options.engine)),
     )
+    if takes:
+        sampler = sampler._replace(take=engine.take)
     if sampling.staleness:  # `Engine.turn` lets one or two of the threads sample
-        sampler = sampler._replace(take=engine.take, at_once=sampling.staleness + 1)
+        sampler = sampler._replace(at_once=sampling.staleness + 1)
     return sampler._replace(with_journal=lambda journal: sampler._replace(draw=partial(draw, journal)))
+
+
+def make_copy(devices: Devices) -> Callable[[Params], Params]:
+    """Makes the function that copies arrays without waiting for them. With several hosts, each has the whole copy."""
+
+    def copied(tree: Params) -> Params:
+        return jax.tree.map(jnp.copy, tree)
+
+    def copy(tree: Params) -> Params:
+        if hosts.count() == 1:
+            return program(tree)
+        mesh = jax.tree.leaves(tree)[0].sharding.mesh
+        whole = jax.jit(copied, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
+        return jax.tree.map(lambda x: x.addressable_data(0), whole)
+
+    program = jax.jit(copied)
+    return copy
+
+
+def _at_places(places: np.ndarray, count: int, x: np.ndarray) -> np.ndarray:
+    """Returns the rows of this host at their places in those of all hosts."""
+    whole = np.zeros((count, *x.shape[1:]), x.dtype)
+    whole[places] = x
+    return whole
+
+
+def _servers_of_host(options: EngineOptions) -> EngineOptions:
+    """Returns the options with the servers of this host: every host has others, if there are enough."""
+    urls = options.engine
+    return replace(options, engine=urls[hosts.index() :: hosts.count()] or (urls[hosts.index() % len(urls)],))
+
+
+def longest_prompt(task: Task) -> list[int]:
+    """Returns the ids of the longest prompt of the first step."""
+    tokens = task.prompts(0).tokens
+    return max((row[is_token].tolist() for row, is_token in zip(tokens.ids, tokens.mask, strict=True)), key=len)
 
 
 def balance(servers: int, trainer: float, sampler: float) -> str:
@@ -181,7 +238,7 @@ def make_score(policy: Policy, devices: Devices) -> Callable[[Params, list[int],
         # At temperature 0 the sampler reports log-probabilities at 1, and so does a server.
         inputs = first, text[..., 1:], np.full((rows, 1), temperature or 1.0, np.float32)
         scores = program(params, *to_devices(inputs, devices))
-        return lambda: to_numpy(scores)[0, 0, : len(ids) - 1]
+        return lambda: local_rows(scores)[0, 0, : len(ids) - 1]
 
     return score_text
 
@@ -232,4 +289,3 @@ def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
             "a stop text begins with a space, which the model's tokenizer drops at the beginning of a text and servers "
             "keep: leave out the space, or leave out engine"
         )
-    check_alone("engines")

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax import hosts
 from grpo_jax.config import EngineOptions
 from grpo_jax.data.types import hash_files, hash_values
 from grpo_jax.engines.completions import Wrong, read_completion
@@ -84,6 +85,7 @@ class Model(NamedTuple):
     vocab_size: int
     stop: Stop | None = None  # the stop texts of all requests
     copy: Callable[[Params], Params] = lambda params: params  # copies what an update may change, without waiting
+    is_single: bool = True  # any thread may call `score`: its program runs on one device
 
 
 @dataclass(eq=False)
@@ -112,6 +114,7 @@ class Draw(NamedTuple):
     requests: Sequence[Request]
     journal: Journal
     cancelled: threading.Event
+    may_score: bool = True  # the trainer may compute scores for it
 
 
 class Engine:
@@ -123,6 +126,7 @@ class Engine:
         model: Model,
         temperature: float = 1.0,
         *,
+        probe: Probe | None = None,
         note: Callable[[str], None] = lambda words: None,
     ) -> None:
         """Connects to the servers.
@@ -131,6 +135,7 @@ class Engine:
           options: The options of the engine, with its addresses.
           model: The trained model.
           temperature: The temperature of the run, at which servers prove that they hold the parameters.
+          probe: What servers must score and sample. Default: it is made of the first requests.
           note: Tells the user the reason for a delay.
 
         Raises:
@@ -152,7 +157,7 @@ class Engine:
         self._turns = {False: threading.Semaphore(1), True: threading.Semaphore(_ADAPTERS_AT_ONCE)}  # with adapters?
         self._cancelled = threading.Event()  # replaced by each cancellation
         self._waited = 0.0  # seconds since the last call of `pop_times`
-        self._probe: Probe | None = None
+        self._probe, self._trainer = probe, threading.get_ident()
         self._rollouts = ThreadPoolExecutor(_AT_ONCE)
         self._servers = [self._server_at(url, options.engine_kind) for url in options.engine]
         silent: list[Gone] = []
@@ -234,13 +239,12 @@ class Engine:
         """
         if self._probe is None:
             prompt = max((request.body["prompt"] for request in requests), key=len)
-            max_tokens = requests[0].body["max_tokens"]
-            # The average over a short prompt would be noise in bfloat16.
-            size = max(len(prompt), min(_PROOF_WIDTH, len(prompt) + max_tokens - 1))
-            text = (prompt * _PROOF_WIDTH)[:size]
-            num_tokens = min(_PROOF_TOKENS, max_tokens)
-            self._probe = Probe(prompt, self._temperature, num_tokens, self._model.vocab_size, text)
-        return self._rollouts.submit(self._complete, params, requests, journal, self._cancelled)
+            self._probe = make_probe(prompt, self._temperature, requests[0].body["max_tokens"], self._model.vocab_size)
+        return self._rollouts.submit(self._complete, params, requests, journal, self._cancelled, self._may_score())
+
+    def _may_score(self) -> bool:
+        """Returns whether this thread may start programs of the trainer. Those of several devices need one order."""
+        return self._model.is_single or (hosts.count() == 1 and threading.get_ident() == self._trainer)
 
     def cancel(self) -> None:
         """Ends the rollouts that are being sampled. Their futures raise an Interruption."""
@@ -255,12 +259,17 @@ class Engine:
         return {"version_wait_s": round(waited, 4)}
 
     def _complete(
-        self, params: Params, requests: Sequence[Request], journal: Journal, cancelled: threading.Event
+        self,
+        params: Params,
+        requests: Sequence[Request],
+        journal: Journal,
+        cancelled: threading.Event,
+        may_score: bool,
     ) -> list[SampledTokens]:
         parcel = self._written(params)
         kept = {place: journal.find(parcel.digest, request.digest) for place, request in enumerate(requests)}
         answers = {place: tokens for place, tokens in kept.items() if tokens is not None}
-        return self._complete_missing(Draw(params, parcel, requests, journal, cancelled), answers)
+        return self._complete_missing(Draw(params, parcel, requests, journal, cancelled, may_score), answers)
 
     def _complete_missing(self, draw: Draw, answers: dict[int, SampledTokens]) -> list[SampledTokens]:
         """Samples the completions that have no answer yet, and returns all of them."""
@@ -345,7 +354,7 @@ class Engine:
 
         sampled: dict[int, SampledTokens] = {}
         errors: list[BaseException] = []
-        with ThreadPoolExecutor(min(_AT_ONCE, len(places))) as pool:
+        with ThreadPoolExecutor(min(_AT_ONCE, len(places)) or 1) as pool:
             asked = {pool.submit(ask_for, place): place for place in places}
             left = {*asked}
             while left:
@@ -377,12 +386,17 @@ class Engine:
           params: The parameters of the policy, as the trainer's thread has them.
         """
         source, copy = self._taken
+        is_first = copy is None
         if not _are(source, params):
             copy = self._model.copy(params)
             self._taken = _refs(params), copy
         parcel = self._parcel(copy)
         if parcel.scores is None and self._probe:
-            parcel.scores = self._model.score(copy, self._probe.text, 1.0)
+            parcel.scores = self._model.score(params, self._probe.text, 1.0)
+        if is_first and not self._model.is_single and self._may_score():  # later threads could not score
+            draw = Draw(params, self._written(copy), [], NO_JOURNAL, self._cancelled)
+            for server in self._servers:
+                self._draw(server, draw, [])
         return copy
 
     def _parcel(self, params: Params) -> Parcel:
@@ -427,11 +441,12 @@ class Engine:
             server.forget()  # it was started again
         if parcel.version in server.versions:
             return
-        if isinstance(params, Adapted) and not server.version:
+        if isinstance(params, Adapted) and not server.version and draw.may_score:
             self._load_base(server, params.base)
         assert parcel.folder
-        scores = parcel.scores if server.version else None  # a server that is new proves how it samples too
-        self._hand_over(server, handover, params, parcel.folder, scores)
+        # A server that is new also proves how it samples.
+        scores = parcel.scores if server.version or not draw.may_score else None
+        self._hand_over(server, handover, params, parcel.folder, scores, may_score=draw.may_score)
         server.versions = [*(server.versions if handover.unload else ()), parcel.version]
         self._unload(server, params)
 
@@ -463,6 +478,8 @@ class Engine:
         params: Params,
         folder: Path,
         scores: Callable[[], np.ndarray] | None = None,
+        *,
+        may_score: bool = True,
     ) -> None:
         """Makes a server load parameters, and raises if it does not hold them then."""
         handover.send(server, folder)
@@ -472,7 +489,7 @@ class Engine:
                 f"the engine at {server.url} was told to load {folder.name}, and does not hold it: something "
                 "between it and the trainer drops requests"
             )
-        if difference := self._difference(server, handover, params, folder.name, scores):
+        if difference := self._difference(server, handover, params, folder.name, scores, may_score=may_score):
             raise Interruption(f"the engine at {server.url} does not sample from the policy: {difference}")
 
     def _difference(
@@ -482,6 +499,8 @@ class Engine:
         params: Params,
         version: str,
         known: Callable[[], np.ndarray] | None = None,
+        *,
+        may_score: bool = True,
     ) -> str:
         """Returns how log-probabilities of a server and of the trainer differ, with likely causes; "" if they agree.
 
@@ -491,6 +510,7 @@ class Engine:
           version: Their version.
           known: Waits for the trainer's scores of the text of the proof. None: they are computed, as are those of
             sampled tokens.
+          may_score: False to compare only what is known.
         """
         assert self._probe
         try:
@@ -499,6 +519,8 @@ class Engine:
             raise Interruption(f"the engine at {server.url} {error}") from None
         for text in texts:
             score = known if known and text.ids == self._probe.text else None
+            if score is None and not may_score:
+                continue
             scores = (score or self._model.score(params, text.ids, text.temperature))()[-len(text.logprobs) :]
             difference = self._average(np.abs(scores - text.logprobs)) if text.logprobs else 0.0
             if not difference <= self.rounding:
@@ -507,6 +529,20 @@ class Engine:
                     f"where {self.rounding:g} is possible in {self._dtype}: {text.causes}"
                 )
         return ""
+
+
+def make_probe(prompt: list[int], temperature: float, max_tokens: int, vocab_size: int) -> Probe:
+    """Returns what shows which parameters a server holds.
+
+    Args:
+      prompt: The tokens of a prompt.
+      temperature: The temperature of the run.
+      max_tokens: The largest number of tokens of a completion.
+      vocab_size: The size of the model's vocabulary.
+    """
+    # The average over a short prompt would be noise in bfloat16.
+    size = max(len(prompt), min(_PROOF_WIDTH, len(prompt) + max_tokens - 1))
+    return Probe(prompt, temperature, min(_PROOF_TOKENS, max_tokens), vocab_size, (prompt * _PROOF_WIDTH)[:size])
 
 
 def _refs(params: Params) -> "list[weakref.ref[Any]]":

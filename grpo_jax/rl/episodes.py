@@ -36,12 +36,11 @@ Turns = Generator[Completions, tuple[np.ndarray, np.ndarray, np.ndarray], None]
 
 
 def check_turns(options: SamplingConfig) -> None:
-    """Raises if an environment has no room for its replies, or there are several hosts.
+    """Raises if an environment has no room for its replies.
 
     Raises:
       UsageError: Task and options conflict. The message says what to change.
     """
-    check_alone("environments")
     if options.max_turns > 1 and not options.environment_tokens:
         raise UsageError(
             "environment_tokens is 0, so no episode could go on after its first turn: set it to the tokens of all "
@@ -58,8 +57,9 @@ def make_draw(
     """Returns the function `draw` of a `Sampler`. There is no single program.
 
     Raises:
-      UsageError: The policy cannot continue after a reply.
+      UsageError: The policy cannot continue after a reply, or there are several hosts.
     """
+    check_alone("environments without servers that sample")
     programs = episode_programs(policy, task, sampling, devices)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:

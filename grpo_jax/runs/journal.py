@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from grpo_jax import hosts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.beside import Journal
@@ -31,7 +32,7 @@ def open_journal(folder: Path) -> Journal:
     Raises:
       UsageError: A line is not as a run writes it.
     """
-    file, lock = folder / "completions.jsonl", threading.Lock()
+    file, lock = folder / f"completions{hosts.index() or ''}.jsonl", threading.Lock()
     lines = [line for _, line in each_line(file, _LINE)]
     known = {(line["version"], line["request"]): (line["ids"], line["logprobs"]) for line in lines}
     if file.exists():  # without a last line that a crash cut off
