@@ -78,9 +78,9 @@ def ask(url: str, body: Any = None, *, timeout: float, waiting: Connections | No
     except TimeoutError:
         raise Gone(f"no answer came within {timeout:g} s") from None
     except (ValueError, LookupError, http.client.InvalidURL) as error:
-        raise Refused(f"its address is not like http://host:8000 ({one_line(error)})") from None
+        raise Refused(f"its address is not like http://host:8000 ({without_key(error)})") from None
     except (OSError, http.client.HTTPException) as error:
-        raise Gone(one_line(error)) from None
+        raise Gone(without_key(error)) from None
 
 
 def cut(waiting: Connections) -> None:
@@ -91,7 +91,7 @@ def cut(waiting: Connections) -> None:
                 connected.shutdown(socket.SHUT_RDWR)
 
 
-def parse_json(answer: bytes) -> Any:
+def decode_answer(answer: bytes) -> Any:
     """Parses an answer.
 
     Raises:
@@ -103,7 +103,7 @@ def parse_json(answer: bytes) -> Any:
         raise ValueError(str(error)) from None
 
 
-def one_line(text: object) -> str:
+def without_key(text: object) -> str:
     """Returns a text in one line, shortened and without the key, which a server may repeat."""
     line, key = " ".join(str(text).split()), _key()
     return (line.replace(key, "***") if key else line)[:_LONGEST_MESSAGE]
@@ -115,7 +115,7 @@ def _read(answer: http.client.HTTPResponse) -> bytes:
         reason = b""
         with suppress(OSError, http.client.HTTPException):
             reason = _read_up_to(answer, _LONGEST_ERROR)
-        message = one_line(f"{answer.status} {answer.reason}: {reason.decode(errors='replace')}")
+        message = without_key(f"{answer.status} {answer.reason}: {reason.decode(errors='replace')}")
         is_passing = answer.status in _PASSING or answer.status >= _SERVERS_FAULT
         raise (Gone if is_passing else Refused)(message, answer.status)
     data = _read_up_to(answer, _LONGEST_ANSWER)

@@ -20,26 +20,28 @@ from grpo_jax.devices import (
     jit_on_devices,
     local_numbers,
     local_rows,
-    parts,
+    num_shards,
     sampling_devices,
     to_devices,
     to_numpy,
 )
-from grpo_jax.engines.completions import OTHER_SAMPLING, request_body
-from grpo_jax.engines.servers import Engine, Model, Request, make_probe
+from grpo_jax.engines.completions import OTHER_SAMPLING, read_completion, request_body
+from grpo_jax.engines.servers import Engine, Request
 from grpo_jax.engines.supports import make_add_supports
 from grpo_jax.errors import Interruption, UsageError
-from grpo_jax.models import huggingface, peft
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models import huggingface
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.files import peft
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.params import Adapted, check_full_precision
+from grpo_jax.models.params.tree import Adapted, check_full_precision
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.beside import NO_JOURNAL, Journal, with_one_thread
 from grpo_jax.rl.episodes import Turns, play
 from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.step import Batch, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
 
 _SCORED_WIDTH = 64  # texts are padded to multiples, so that few programs are compiled
@@ -60,11 +62,11 @@ def sampler_of(
     Raises:
       UsageError: No engine answers, or an engine does not support the run.
     """
-    _check(pretrained, task, config)
+    _check(pretrained, task)
     task = with_one_thread(task) if config.sampling.staleness else task
     policy, devices = decoder_policy(pretrained.config), sampling_devices(config)
     sampling, max_tokens = config.sampling, config.sampling.max_tokens
-    truncation = {"top_k": sampling.top_k or -1, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    limits = {"top_k": sampling.top_k or -1, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
     def save(folder: Path, params: Params) -> None:
         if isinstance(params, Adapted):
@@ -76,21 +78,26 @@ def sampler_of(
             params = policy.rounded(jax.device_put(params, host)) if policy.rounded else params
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 
-    copy_arrays = make_copy(devices)
+    copy_arrays = make_copy()
 
-    def copy(params: Params) -> Params:
-        # An update never changes the base.
-        return (
-            params._replace(adapters=copy_arrays(params.adapters))
-            if isinstance(params, Adapted)
-            else copy_arrays(params)
-        )
+    def copy(params: Params) -> Params:  # an update never changes the base
+        is_adapted = isinstance(params, Adapted)
+        return params._replace(adapters=copy_arrays(params.adapters)) if is_adapted else copy_arrays(params)
 
-    dtype, vocab_size = pretrained.config.dtype, task.vocab_size
-    model = Model(save, make_score(policy, devices), dtype, vocab_size, task.stop, copy, devices.is_single)
-    options, takes = _servers_of_host(options), bool(sampling.staleness) or hosts.count() > 1
-    probe = make_probe(longest_prompt(task), sampling.temperature, max_tokens, vocab_size) if takes else None
-    engine = Engine(options, model, sampling.temperature, probe=probe, note=note)
+    takes = bool(sampling.staleness) or hosts.count() > 1
+    engine = Engine(
+        _with_servers_of_host(options),
+        save=save,
+        score=make_score(policy, devices),
+        read=partial(read_completion, vocab_size=task.vocab_size, stop=task.stop),
+        dtype=pretrained.config.dtype,
+        temperature=sampling.temperature,
+        copy=copy,
+        is_single=devices.is_single,
+        note=note,
+    )
+    if takes:
+        engine.choose_proof(longest_prompt(task), max_tokens)
     add_supports = make_add_supports(policy, sampling, devices, engine.rounding)
 
     def turns(journal: Journal, params, prompts: list[list[int]], numbers, temperature, noise) -> Turns:
@@ -112,8 +119,8 @@ def sampler_of(
                         seed=seed_of(noise, numbers[i, j], number),
                         max_tokens=max_tokens - int(out.completion_mask[i, j].sum()),
                         eos_ids=task.eos_ids,
-                        stop=sampling.stop,
-                        truncation=truncation,
+                        stop=task.stop.texts if task.stop else (),
+                        limits=limits,
                     ),
                     int(noise[-1]),
                     j,
@@ -168,7 +175,7 @@ def sampler_of(
     return sampler._replace(with_journal=lambda journal: sampler._replace(draw=partial(draw, journal)))
 
 
-def make_copy(devices: Devices) -> Callable[[Params], Params]:
+def make_copy() -> Callable[[Params], Params]:
     """Makes the function that copies arrays without waiting for them. With several hosts, each has the whole copy."""
 
     def copied(tree: Params) -> Params:
@@ -192,7 +199,7 @@ def _at_places(places: np.ndarray, count: int, x: np.ndarray) -> np.ndarray:
     return whole
 
 
-def _servers_of_host(options: EngineOptions) -> EngineOptions:
+def _with_servers_of_host(options: EngineOptions) -> EngineOptions:
     """Returns the options with the servers of this host: every host has others, if there are enough."""
     urls = options.engine
     return replace(options, engine=urls[hosts.index() :: hosts.count()] or (urls[hosts.index() % len(urls)],))
@@ -230,7 +237,7 @@ def make_score(policy: Policy, devices: Devices) -> Callable[[Params, list[int],
     program = jit_on_devices(score, 0, devices=devices)
 
     def score_text(params: Params, ids: list[int], temperature: float) -> Callable[[], np.ndarray]:
-        rows = parts(devices)  # each device scores the same text
+        rows = num_shards(devices)  # each device scores the same text
         width = -(-len(ids) // _SCORED_WIDTH) * _SCORED_WIDTH
         text = np.zeros((rows, 1, width), np.int32)
         text[..., : len(ids)] = ids
@@ -278,13 +285,12 @@ def append(
         arrays.completion_mask[tokens], arrays.sampler_logprobs[tokens] = True, logprobs
 
 
-def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
+def _check(pretrained: Pretrained, task: Task) -> None:
     """Checks that an engine supports the run, before the first request."""
     check_full_precision(
         pretrained.params, "an engine samples with the original weights, so leave out quantize, or leave out engine"
     )
-    sampling = config.sampling
-    if task.stop and task.stop.strips and any(text.startswith(" ") for text in sampling.stop):
+    if task.stop and task.stop.strips and any(text.startswith(" ") for text in task.stop.texts):
         raise UsageError(
             "a stop text begins with a space, which the model's tokenizer drops at the beginning of a text and servers "
             "keep: leave out the space, or leave out engine"

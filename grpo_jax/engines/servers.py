@@ -31,15 +31,14 @@ import numpy as np
 from grpo_jax import hosts
 from grpo_jax.config import EngineOptions
 from grpo_jax.data.types import hash_files, hash_values
-from grpo_jax.engines.completions import Wrong, read_completion
-from grpo_jax.engines.handover import SOON, Handover, Probe, Server, handover_of
-from grpo_jax.engines.http import KEY, Failure, Gone, ask, cut, parse_json
+from grpo_jax.engines.completions import Complete, SampledTokens, ScoredText, Wrong, score_sampled
+from grpo_jax.engines.handover import SOON, Handover, Server, handover_of
+from grpo_jax.engines.http import KEY, Failure, Gone, ask, cut, decode_answer
 from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.models.config import Dtype
-from grpo_jax.models.params import Adapted
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import Adapted
 from grpo_jax.rl.beside import NO_JOURNAL, Journal
-from grpo_jax.sampling.stopping import Stop
 
 _AT_ONCE = 256  # concurrent requests to a server, which batches them
 _ADAPTERS_AT_ONCE = 2  # rollouts that are sampled at once with adapters
@@ -50,8 +49,6 @@ _PROOF_TOKENS, _PROOF_WIDTH = 8, 32  # that are sampled, and that are scored if 
 # The largest average difference in nats between log-probabilities of the trainer and of a server that holds its
 # parameters. In bfloat16 it is the median, since some tokens are off by several nats.
 _BOUNDS: Mapping[Dtype, tuple[Callable[..., Any], float]] = {"float32": (np.mean, 1e-3), "bfloat16": (np.median, 0.1)}
-
-SampledTokens = tuple[list[int], list[float]]  # tokens and their log-probabilities
 
 
 class Request(NamedTuple):
@@ -74,18 +71,10 @@ class Request(NamedTuple):
         return {**places, "version": version, "request": self.digest, "ids": tokens[0], "logprobs": tokens[1]}
 
 
-class Model(NamedTuple):
-    """What an engine must know of the trained model."""
-
-    # (folder, parameters) -> None, once the folder holds them; only the adapters if there are any
-    save: Callable[[Path, Params], Any]
-    # (parameters, ids, temperature) -> a function that waits for the log-probabilities of all tokens after the first
-    score: Callable[[Params, list[int], float], Callable[[], np.ndarray]]
-    dtype: Dtype
-    vocab_size: int
-    stop: Stop | None = None  # the stop texts of all requests
-    copy: Callable[[Params], Params] = lambda params: params  # copies what an update may change, without waiting
-    is_single: bool = True  # any thread may call `score`: its program runs on one device
+Refs = list["weakref.ref[Any]"]  # to the leaves of parameters
+# Scores of a text by the trainer: a function that waits for the log-probabilities of all tokens after the first
+Scores = Callable[[], np.ndarray]
+Score = Callable[[ScoredText], Scores | None]
 
 
 @dataclass(eq=False)
@@ -93,8 +82,8 @@ class Parcel:
     """Parameters in a folder, which servers load. It does not keep the arrays in memory, and is needed as long as they
     are."""
 
-    leaves: "list[weakref.ref[Any]]"
-    scores: Callable[[], np.ndarray] | None = None  # waits for the trainer's scores of the text of the proof
+    leaves: Refs
+    scores: Scores | None = None  # of the text of the proof; None: not computed yet
     folder: Path | None = None  # None: not written yet
     digest: str = ""  # of the files in the folder
     writing: Any = field(default_factory=threading.Lock)
@@ -123,41 +112,52 @@ class Engine:
     def __init__(
         self,
         options: EngineOptions,
-        model: Model,
-        temperature: float = 1.0,
         *,
-        probe: Probe | None = None,
+        save: Callable[[Path, Params], Any],
+        score: Callable[[Params, list[int], float], Scores],
+        read: Callable[[bytes, Mapping[str, Any]], SampledTokens],
+        dtype: Dtype,
+        temperature: float = 1.0,
+        copy: Callable[[Params], Params] = lambda params: params,
+        is_single: bool = True,
         note: Callable[[str], None] = lambda words: None,
     ) -> None:
         """Connects to the servers.
 
         Args:
           options: The options of the engine, with its addresses.
-          model: The trained model.
+          save: (folder, parameters) -> None, once the folder holds them; only the adapters if there are any.
+          score: (parameters, ids, temperature) -> the trainer's scores of a text.
+          read: (answer, request) -> the completion: see `read_completion`.
+          dtype: The dtype of the trained model.
           temperature: The temperature of the run, at which servers prove that they hold the parameters.
-          probe: What servers must score and sample. Default: it is made of the first requests.
+          copy: Copies those of the parameters that an update may change, without waiting. Default: nothing is copied.
+          is_single: True if the program of `score` runs on one device, so that any thread may start it.
           note: Tells the user the reason for a delay.
 
         Raises:
           UsageError: No server answers, or an address has no server of the protocol.
         """
         self._timeout = options.engine_timeout
-        self._dtype: Dtype = model.dtype if options.engine_dtype == "auto" else options.engine_dtype
+        self._dtype: Dtype = dtype if options.engine_dtype == "auto" else options.engine_dtype
         self._average, self.rounding = _BOUNDS[self._dtype]
-        self._model, self._temperature, self._note = model, temperature, note
+        self._save_params, self._score, self._read = save, score, read
+        self._copy, self._is_single = copy, is_single
+        self._temperature, self._note = temperature, note
         self._temporary = None if options.engine_folder else tempfile.TemporaryDirectory(prefix="grpo_jax_engine_")
         self._folder = user_path(self._temporary.name if self._temporary else options.engine_folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._temporary:
             self._folder.chmod(0o755)  # the server may run as another user
         self._parcels: list[Parcel] = []  # the newest last
-        self._taken: tuple[list[Any], Params] = [], None  # references to parameters, and the last copy of them
+        self._taken: tuple[Refs, Params] = [], None  # references to parameters, and the last copy of them
         self._sampling: list[str] = []  # the versions of the rollouts that are being sampled
         self._sorting = threading.Lock()  # held while one of these lists changes
         self._turns = {False: threading.Semaphore(1), True: threading.Semaphore(_ADAPTERS_AT_ONCE)}  # with adapters?
         self._cancelled = threading.Event()  # replaced by each cancellation
         self._waited = 0.0  # seconds since the last call of `pop_times`
-        self._probe, self._trainer = probe, threading.get_ident()
+        self._proof: tuple[Callable[[Complete], ScoredText], list[int]] | None = None  # see `Handover.proof`
+        self._trainer = threading.get_ident()
         self._rollouts = ThreadPoolExecutor(_AT_ONCE)
         self._servers = [self._server_at(url, options.engine_kind) for url in options.engine]
         silent: list[Gone] = []
@@ -186,7 +186,7 @@ class Engine:
           UsageError: It is no server of the protocol, or refuses the request.
         """
         try:
-            models = parse_json(ask(f"{server.url}/v1/models", timeout=min(self._timeout, SOON)))
+            models = decode_answer(ask(f"{server.url}/v1/models", timeout=min(self._timeout, SOON)))
             server.model = str(models["data"][0]["id"])
         except (Failure, ValueError, LookupError, TypeError) as error:
             raise (Gone if isinstance(error, Gone) else UsageError)(
@@ -237,14 +237,33 @@ class Engine:
           Interruption if no server answers within the timeout, or one refuses a request, gives a wrong answer or does
           not hold the parameters.
         """
-        if self._probe is None:
+        if self._proof is None:
             prompt = max((request.body["prompt"] for request in requests), key=len)
-            self._probe = make_probe(prompt, self._temperature, requests[0].body["max_tokens"], self._model.vocab_size)
+            self.choose_proof(prompt, requests[0].body["max_tokens"])
         return self._rollouts.submit(self._complete, params, requests, journal, self._cancelled, self._may_score())
+
+    def choose_proof(self, prompt: list[int], max_tokens: int) -> None:
+        """Chooses what servers must sample and score to prove that they hold parameters.
+
+        Args:
+          prompt: The tokens of a prompt.
+          max_tokens: The largest number of tokens of a completion.
+        """
+        # The average over a short prompt would be noise in bfloat16.
+        size = max(len(prompt), min(_PROOF_WIDTH, len(prompt) + max_tokens - 1))
+        text = (prompt * _PROOF_WIDTH)[:size]
+        sample = partial(
+            score_sampled,
+            read=self._read,
+            prompt=prompt,
+            temperature=self._temperature,
+            count=min(_PROOF_TOKENS, max_tokens),
+        )
+        self._proof = sample, text
 
     def _may_score(self) -> bool:
         """Returns whether this thread may start programs of the trainer. Those of several devices need one order."""
-        return self._model.is_single or (hosts.count() == 1 and threading.get_ident() == self._trainer)
+        return self._is_single or (hosts.count() == 1 and threading.get_ident() == self._trainer)
 
     def cancel(self) -> None:
         """Ends the rollouts that are being sampled. Their futures raise an Interruption."""
@@ -348,7 +367,7 @@ class Engine:
                 raise Gone("the rollout was cancelled")
             try:
                 answer = handover.complete(server, draw.parcel.version, body)
-                return read_completion(answer, body, self._model.vocab_size, self._model.stop)
+                return self._read(answer, body)
             except Wrong as error:
                 raise Interruption(f"the engine at {server.url} {error}: nothing was learned from it") from None
 
@@ -388,12 +407,12 @@ class Engine:
         source, copy = self._taken
         is_first = copy is None
         if not _are(source, params):
-            copy = self._model.copy(params)
+            copy = self._copy(params)
             self._taken = _refs(params), copy
         parcel = self._parcel(copy)
-        if parcel.scores is None and self._probe:
-            parcel.scores = self._model.score(params, self._probe.text, 1.0)
-        if is_first and not self._model.is_single and self._may_score():  # later threads could not score
+        if parcel.scores is None and self._proof:
+            parcel.scores = self._score(params, self._proof[1], 1.0)
+        if is_first and not self._is_single and self._may_score():  # later threads could not score
             draw = Draw(params, self._written(copy), [], NO_JOURNAL, self._cancelled)
             for server in self._servers:
                 self._draw(server, draw, [])
@@ -425,7 +444,7 @@ class Engine:
     def _save(self, name: str, params: Params) -> Path:
         folder = self._folder / f"{name}-{uuid.uuid4().hex[:12]}"
         try:
-            self._model.save(folder, params)
+            self._save_params(folder, params)
         except OSError as error:
             raise Interruption(f"{self._folder} cannot take parameters ({lacking(error) or error})") from None
         return folder
@@ -443,10 +462,16 @@ class Engine:
             return
         if isinstance(params, Adapted) and not server.version and draw.may_score:
             self._load_base(server, params.base)
-        assert parcel.folder
+
+        def score(text: ScoredText) -> Scores | None:
+            if parcel.scores and self._proof and text.ids == self._proof[1]:
+                return parcel.scores
+            return self._score(params, text.ids, text.temperature) if draw.may_score else None
+
         # A server that is new also proves how it samples.
-        scores = parcel.scores if server.version or not draw.may_score else None
-        self._hand_over(server, handover, params, parcel.folder, scores, may_score=draw.may_score)
+        is_enough = parcel.scores is not None and bool(server.version or not draw.may_score)
+        assert parcel.folder
+        self._hand_over(server, handover, parcel.folder, score, is_enough)
         server.versions = [*(server.versions if handover.unload else ()), parcel.version]
         self._unload(server, params)
 
@@ -463,25 +488,27 @@ class Engine:
     def _load_base(self, server: Server, base: Params) -> None:
         """Makes a server load the base of adapters, unless it holds it."""
         handover = handover_of(server, base)
-        if not self._difference(server, handover, base, ""):
+
+        def score(text: ScoredText) -> Scores:
+            return self._score(base, text.ids, text.temperature)
+
+        if not self._difference(server, handover, "", score, False):
             return
         folder = self._save("base", base)
         try:
-            self._hand_over(server, handover, base, folder)
+            self._hand_over(server, handover, folder, score, False)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _hand_over(
-        self,
-        server: Server,
-        handover: Handover,
-        params: Params,
-        folder: Path,
-        scores: Callable[[], np.ndarray] | None = None,
-        *,
-        may_score: bool = True,
-    ) -> None:
-        """Makes a server load parameters, and raises if it does not hold them then."""
+    def _hand_over(self, server: Server, handover: Handover, folder: Path, score: Score, is_enough: bool) -> None:
+        """Makes a server load parameters, and raises if it does not hold them then.
+
+        Args:
+          server, handover: The server, and the way in which it gets parameters.
+          folder: The folder of the parameters.
+          score: text -> the trainer's scores; None: they cannot be computed in this thread.
+          is_enough: True if it is enough to score the text of the proof.
+        """
         handover.send(server, folder)
         handover.finish(server, folder.name)
         if handover.holds(server, folder.name) is False:
@@ -489,39 +516,20 @@ class Engine:
                 f"the engine at {server.url} was told to load {folder.name}, and does not hold it: something "
                 "between it and the trainer drops requests"
             )
-        if difference := self._difference(server, handover, params, folder.name, scores, may_score=may_score):
+        if difference := self._difference(server, handover, folder.name, score, is_enough):
             raise Interruption(f"the engine at {server.url} does not sample from the policy: {difference}")
 
-    def _difference(
-        self,
-        server: Server,
-        handover: Handover,
-        params: Params,
-        version: str,
-        known: Callable[[], np.ndarray] | None = None,
-        *,
-        may_score: bool = True,
-    ) -> str:
-        """Returns how log-probabilities of a server and of the trainer differ, with likely causes; "" if they agree.
-
-        Args:
-          server, handover: The server, and the way in which it got the parameters.
-          params: The parameters.
-          version: Their version.
-          known: Waits for the trainer's scores of the text of the proof. None: they are computed, as are those of
-            sampled tokens.
-          may_score: False to compare only what is known.
-        """
-        assert self._probe
+    def _difference(self, server: Server, handover: Handover, version: str, score: Score, is_enough: bool) -> str:
+        """Returns how log-probabilities of a server and of the trainer differ, with likely causes; "" if they agree."""
+        assert self._proof
         try:
-            texts = handover.proof(partial(handover.complete, server, version), self._probe, known is not None)
+            texts = handover.proof(partial(handover.complete, server, version), *self._proof, is_enough)
         except Wrong as error:
             raise Interruption(f"the engine at {server.url} {error}") from None
         for text in texts:
-            score = known if known and text.ids == self._probe.text else None
-            if score is None and not may_score:
+            if (scored := score(text)) is None:
                 continue
-            scores = (score or self._model.score(params, text.ids, text.temperature))()[-len(text.logprobs) :]
+            scores = scored()[-len(text.logprobs) :]
             difference = self._average(np.abs(scores - text.logprobs)) if text.logprobs else 0.0
             if not difference <= self.rounding:
                 return (
@@ -531,25 +539,11 @@ class Engine:
         return ""
 
 
-def make_probe(prompt: list[int], temperature: float, max_tokens: int, vocab_size: int) -> Probe:
-    """Returns what shows which parameters a server holds.
-
-    Args:
-      prompt: The tokens of a prompt.
-      temperature: The temperature of the run.
-      max_tokens: The largest number of tokens of a completion.
-      vocab_size: The size of the model's vocabulary.
-    """
-    # The average over a short prompt would be noise in bfloat16.
-    size = max(len(prompt), min(_PROOF_WIDTH, len(prompt) + max_tokens - 1))
-    return Probe(prompt, temperature, min(_PROOF_TOKENS, max_tokens), vocab_size, (prompt * _PROOF_WIDTH)[:size])
-
-
-def _refs(params: Params) -> "list[weakref.ref[Any]]":
+def _refs(params: Params) -> Refs:
     return [weakref.ref(x) for x in jax.tree.leaves(params)]
 
 
-def _are(refs: "list[weakref.ref[Any]]", params: Params) -> bool:
+def _are(refs: Refs, params: Params) -> bool:
     """Returns whether references are to the leaves of these parameters."""
     leaves = jax.tree.leaves(params)
     return len(refs) == len(leaves) and all(ref() is x for ref, x in zip(refs, leaves, strict=True))

@@ -15,8 +15,8 @@ import jax
 
 from grpo_jax.config import SamplingConfig
 from grpo_jax.devices import to_devices, to_numpy
-from grpo_jax.models.params import join, split
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import join, split
 from grpo_jax.rl.source import Sampler, Source, Start, empty_batch
 from grpo_jax.rl.types import Rollout, Timed
 from grpo_jax.step import Batch

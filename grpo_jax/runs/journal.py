@@ -16,7 +16,7 @@ import numpy as np
 
 from grpo_jax import hosts
 from grpo_jax.errors import UsageError
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.rl.beside import Journal
 from grpo_jax.runs.files import each_line, write_parts
 

@@ -13,29 +13,30 @@ from pathlib import Path
 import jax
 import numpy as np
 from server import Server, is_proof
-from tiny import digit_prompts, digit_task, says_three
+from tiny import GOLDEN, digit_prompts, digit_task, says_three
 
 from grpo_jax.config import EngineOptions, recipe, with_options
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import ONE_DEVICE
 from grpo_jax.engines.sampler import make_score, sampler_of, seed_of
-from grpo_jax.models import huggingface, peft
+from grpo_jax.models import huggingface
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.files import peft
+from grpo_jax.models.files.weights import load_params
+from grpo_jax.models.params.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.weights import load_params
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.source import completion_numbers
 from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 V, EOS, MAX_TOKENS = 8, 6, 4
 SHAPE = ModelConfig(V, 8, 16, 1, 2, 1, 4, initializer_range=0.5)
 POLICY = decoder_policy(SHAPE)
 TASK = digit_task(says_three, partial(digit_prompts, count=4))
-PRETRAINED = huggingface.Pretrained(SHAPE, {}, None, (EOS,), None)
+PRETRAINED = huggingface.Pretrained(SHAPE, {}, None, (EOS,), GOLDEN / "llama")
 CONFIG = recipe(
     steps=6,
     num_prompts=4,
