@@ -25,7 +25,7 @@ from experiments import whole_run
 from grpo_jax.config import PPO, GRPOConfig, recipe, validate, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl.ppo import add_critic, critic_policy
 from grpo_jax.runs.folder import RunFolder
@@ -385,7 +385,7 @@ def _sources() -> list[Path]:
     folders = [experiments / "tasks", *(package / part for part in parts)]
     of_package = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     of_starts = [experiments / name for name in ("arithmetic.py", "common.py", "multi_objective.py", "whole_run.py")]
-    steps = [package / name for name in ("config.py", "step.py", "training.py")]
+    steps = [package / name for name in ("config.py", "step.py", "training/phases.py")]
     return [*steps, *of_package, *of_starts, Path(__file__), Path(__file__).with_name("testbeds.py")]
 
 

@@ -21,11 +21,11 @@ from experiments.tasks.arithmetic import EOS_ID, MAX_TOKENS, PAD_ID
 from experiments.whole_run import DeviceTask
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.functional import generalized_advantages, rewards_at_end
-from grpo_jax.models import heads
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.heads import Headed
+from grpo_jax.models.decoder import heads
+from grpo_jax.models.decoder.heads import Headed
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.ppo import critic_policy
 from grpo_jax.sampling.sampler import Completions
 

@@ -15,9 +15,9 @@ from claims.bench import Bench
 from claims.testbeds import ADDITIONS
 from experiments.tasks.arithmetic import EOS_ID, PAD_ID
 from grpo_jax.config import GRPOConfig, recipe
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.source import to_batch
 from grpo_jax.rl.types import REWARD, SAMPLING, RewardArrays, step_key

@@ -29,22 +29,22 @@ from experiments.real import EXAMPLES, sums
 from experiments.stories import make_description
 from experiments.tasks.rewards import happy_sentences
 from experiments.tasks.stories import stories_task
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
 from grpo_jax.data.types import Component, Reward
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Size, options_of
-from grpo_jax.prepare import load_model
 from grpo_jax.rewards.builtin import exact_answer
 from grpo_jax.rewards.reward import RewardLike
 from grpo_jax.rl.grpo import grpo_method, make_group_advantage
 from grpo_jax.rl.programs import Programs, make_method_programs
-from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import use_cache
 from grpo_jax.tasks.task import Task, random_reward, text_task
-from grpo_jax.training import PHASES, evaluate_heldout, train_with_evaluation
+from grpo_jax.training.phases import PHASES, evaluate_heldout, train_with_evaluation
+from grpo_jax.training.prepare import load_model
 
 RIGHT = exact_answer()
 TESTBED: Any = None  # rewards are computed on the host, so there is none
@@ -74,7 +74,7 @@ def additions(model: Pretrained, config: GRPOConfig) -> Task:
         seed=config.seed,
         reward=RIGHT,
         template=EXAMPLES + "{question}",
-        stop=config.sampling.stop,
+        stop=("\n",),
         heldout_rows=heldout[:NUM_HELDOUT],
     )
 
@@ -102,7 +102,7 @@ STUDIES = {
     ),
     "sums": Study(
         QUESTIONS["sums"],
-        {"num_prompts": 8, "group_size": 8, "max_tokens": 5, "stop": ("\n",), "learning_rate": 1e-6, "eval_samples": 4},
+        {"num_prompts": 8, "group_size": 8, "max_tokens": 5, "learning_rate": 1e-6, "eval_samples": 4},
         steps=16,
         make_task=additions,
         reward=RIGHT,
@@ -212,7 +212,7 @@ def make_run(
         describe = make_description(decoder_policy(model.config), model.params, config)
         described = [describe(*held) for held in (start, end)]
         metrics |= {name: [it[name] for it in described] for name in ("kl", "repeated")}
-    scores = [np.column_stack([held.evaluation.scores, held.evaluation.greedy]) for held in (start, end)]
+    scores = [np.column_stack([held.evaluation.rewards, held.evaluation.greedy]) for held in (start, end)]
     temporary = file.with_suffix(".tmp.npz")
     np.savez_compressed(temporary, scores=scores, seconds=time.perf_counter() - started, **metrics)
     temporary.replace(file)

@@ -46,10 +46,11 @@ from claims.pages import (
 )
 from claims.questions import BY_ID, CLAIMS, COIN, PAGES, QUESTIONS
 from claims.verdicts import LOOKS, interval
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.errors import UsageError
-from grpo_jax.runs import flags, report
+from grpo_jax.report import explain_control
 from grpo_jax.runs.progress import in_time, use_cache
-from grpo_jax.runs.report import explain_control
 
 ROOT = Path(__file__).parents[1]
 Answers = Mapping[str, Mapping[str, Any]]  # by question, as `answers.answer` returns them

@@ -23,8 +23,8 @@ from grpo_jax.config import with_options
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.types import Example, pad_completions, rng
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions

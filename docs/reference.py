@@ -10,11 +10,10 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import tyro
 
-from grpo_jax.commands import evaluate, sample
+from grpo_jax.commands import evaluate, export, report, sample
+from grpo_jax.commands.flags import option_texts
 from grpo_jax.commands.train import METHODS, module_of
 from grpo_jax.options import COUNTERPARTS, DIFFERENCES
-from grpo_jax.runs import export, report
-from grpo_jax.runs.flags import option_texts
 
 PAGE = Path(__file__).with_name("reference.md")
 TOP = """# Reference: options of every command

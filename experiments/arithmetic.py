@@ -20,17 +20,17 @@ import numpy as np
 
 from experiments import common
 from experiments.tasks import arithmetic
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.options import Fraction
+from grpo_jax.report import finish
 from grpo_jax.rl.programs import make_programs
-from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.report import finish
-from grpo_jax.training import train_with_control
+from grpo_jax.training.phases import train_with_control
 
 MODEL = ModelConfig(vocab_size=arithmetic.VOCAB_SIZE, initializer_range=0.1)
 PHASES = "Phases: warm (supervised, most labels are wrong), grpo (true reward), control (a coin toss as the reward)."

@@ -19,14 +19,14 @@ import numpy as np
 
 from experiments import common
 from experiments.tasks import calculator
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.options import Fraction
+from grpo_jax.report import finish
 from grpo_jax.rl.evaluate import Evaluation, Samples
-from grpo_jax.runs import flags
-from grpo_jax.runs.report import finish
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import train_with_control
+from grpo_jax.training.phases import train_with_control
 
 MODEL = ModelConfig(vocab_size=calculator.VOCAB_SIZE, initializer_range=0.1)
 COLUMNS = {

@@ -14,25 +14,25 @@ from rich.markup import escape
 from rich.table import Table
 
 from experiments import plots
+from experiments.new_models import describe_new_model
 from experiments.tasks.characters import Characters
-from grpo_jax import hosts
+from grpo_jax import hosts, report
+from grpo_jax.commands import flags
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import save_description
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective
 from grpo_jax.options import Positive, Size
 from grpo_jax.rl.programs import Programs, make_programs
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell, interval_over_runs
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import fit
+from grpo_jax.training.phases import fit
 
 # ---- small new models
 
@@ -60,7 +60,7 @@ def open_experiment(
 
 def keep_model(run: RunFolder, config: ModelConfig, text: Characters) -> None:
     """Writes a model's configuration and its character tokenizer into the run's model/."""
-    save_description(run.path / "model", config)
+    describe_new_model(run.path / "model", config)
     text.save_tokenizer(run.path / "model")
 
 

@@ -36,23 +36,24 @@ from experiments import common
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds
 from experiments.tasks import letters
 from experiments.tasks.characters import Characters
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches
 from grpo_jax.data.types import Completion, Component, Reward, rng
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Positive, Size
 from grpo_jax.rewards.constitution import Judge, constitution, model_judge, read_principles
 from grpo_jax.rewards.reward import RewardLike
 from grpo_jax.rl.evaluate import summary
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.training import HeldoutResult, evaluate_heldout, train_with_evaluation
+from grpo_jax.training.phases import HeldoutResult, evaluate_heldout, train_with_evaluation
 
 TEXT = Characters(letters.LETTERS + ": ?")
 MODEL = ModelConfig(TEXT.vocab_size, initializer_range=0.1)

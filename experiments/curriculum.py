@@ -23,6 +23,8 @@ import numpy as np
 
 from experiments.common import Seeds, WarmOptions, collect, imitate, over_seeds, print_over_seeds, save_over_seeds
 from experiments.tasks.characters import Characters, encode_examples
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.types import Completion, Example, rng
@@ -31,10 +33,9 @@ from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Fraction, Size
 from grpo_jax.rl.programs import make_programs
-from grpo_jax.runs import flags, report
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, text_task
-from grpo_jax.training import train_with_evaluation
+from grpo_jax.training.phases import train_with_evaluation
 
 LETTERS = "abcdefghij"
 SOLVABLE = "ab"  # first letters of prompts that can be solved

@@ -31,11 +31,12 @@ from experiments import common
 from experiments.arithmetic import MODEL, WarmStart, warm_start
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds
 from experiments.tasks import arithmetic
-from grpo_jax import hosts
+from grpo_jax import hosts, report
+from grpo_jax.commands import flags
 from grpo_jax.config import Distillation, GRPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective
 from grpo_jax.options import Positive, Size, Weight
@@ -43,12 +44,11 @@ from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, noise_of
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import HeldoutResult, evaluate_heldout, fit, train_with_evaluation
+from grpo_jax.training.phases import HeldoutResult, evaluate_heldout, fit, train_with_evaluation
 
 TEACHER = replace(MODEL, hidden_size=2 * MODEL.hidden_size, intermediate_size=2 * MODEL.intermediate_size)
 CURVES = (
@@ -174,7 +174,7 @@ def new_world(config: Config, models: Models, run: RunFolder, seed: int) -> tupl
     taught = warm_start(models.teacher, right, seed, run, phase=f"teacher_{seed}")
     grpo, settings = models.programs["grpo"], of_grpo(config, train)
     of_teacher = grpo._replace(sampler=make_sampler(models.teacher, task, settings.sampling))
-    score = float(evaluate_heldout(of_teacher, taught, task, settings, run).evaluation.scores.mean())
+    score = float(evaluate_heldout(of_teacher, taught, task, settings, run).evaluation.rewards.mean())
     before = evaluate_heldout(grpo, start, task, settings, run)
     return World(train, task, run, start, taught, common.new_params(models.teacher, seed), before), score
 
@@ -243,7 +243,7 @@ def numbers_of(method: str, config: Config, world: World, score: float) -> dict[
     budget = config.train.steps * sampling.num_prompts * sampling.group_size
     equal = points[max(samples for samples in points if samples <= budget)]
     return {
-        "start": float(world.before.evaluation.scores.mean()),
+        "start": float(world.before.evaluation.rewards.mean()),
         "teacher": score,
         "avg": equal,
         "share": equal / score,

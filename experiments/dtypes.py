@@ -21,18 +21,19 @@ import numpy as np
 from experiments.arithmetic import WarmStart
 from experiments.common import Seeds, collect, imitate, over_seeds, print_over_seeds, save_over_seeds
 from experiments.tasks import arithmetic
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.params.rounding import round_to_nearest
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.rounding import round_to_nearest
 from grpo_jax.options import Positive
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.programs import make_programs
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
-from grpo_jax.training import train_with_evaluation
+from grpo_jax.training.phases import train_with_evaluation
 
 MODEL = ModelConfig(arithmetic.VOCAB_SIZE, 256, 768, 6, 4, 4, 64, initializer_range=0.05)
 DTYPES: Mapping[str, Mapping[str, Any]] = {

@@ -28,16 +28,16 @@ import numpy as np
 
 from experiments import common
 from experiments.tasks import guess
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.types import Example
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.options import Fraction
+from grpo_jax.report import finish
 from grpo_jax.rl.evaluate import Evaluation, Samples, summary
 from grpo_jax.rl.programs import make_programs
-from grpo_jax.runs import flags
-from grpo_jax.runs.report import finish
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import train_with_control, train_with_evaluation
+from grpo_jax.training.phases import train_with_control, train_with_evaluation
 
 MODEL = ModelConfig(vocab_size=guess.VOCAB_SIZE, initializer_range=0.1)
 COLUMNS = {"avg": "sampled", "greedy": "greedy", "above_blind": "above blind", "turns_to_win": "turns of games won"}

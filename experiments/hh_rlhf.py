@@ -66,41 +66,36 @@ from experiments.judging import (
     samples_text,
 )
 from experiments.tasks.dialogue import candid, dialogue_rows, pack_chosen, split_by_dialogue, taken_up
-from grpo_jax import hosts
-from grpo_jax.commands.offline import encoding, scoring
+from grpo_jax import hosts, report
+from grpo_jax.commands import flags
+from grpo_jax.commands.offline import encoding, judging
 from grpo_jax.commands.reward_model import answer_lengths
 from grpo_jax.config import PPO, CriticConfig, GRPOConfig, ModelOptions, with_options
 from grpo_jax.data.packing import Packed, packed_batches, packed_pieces
-from grpo_jax.data.preferences import (
-    EncodedPairs,
-    Preference,
-    encode_preferences,
-    read_preferences,
-)
+from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences
 from grpo_jax.data.types import Component, Reward
 from grpo_jax.devices import devices_of, place
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import Chat
-from grpo_jax.models.heads import add_head
+from grpo_jax.models.decoder.heads import add_head
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.params import join, split
+from grpo_jax.models.params.tree import join, split
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.offline.pairs import pair_batches, pair_rewards, reward_model_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.options import Positive, Size
-from grpo_jax.prepare import load_model
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.ppo import add_critic, critic_policy
 from grpo_jax.rl.programs import Programs, make_programs
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.tasks.task import Task, random_reward, text_task
-from grpo_jax.training import evaluate_heldout, fit, train_with_evaluation
+from grpo_jax.training.phases import evaluate_heldout, fit, train_with_evaluation
+from grpo_jax.training.prepare import load_model
 
 METHODS = {"ppo": "PPO", "grpo": "GRPO", "control": "GRPO, coin toss"}  # phase -> row of the table
 CURVES = (
@@ -151,6 +146,8 @@ class Config:
     """Pairs of such a step."""
     reward_model_learning_rate: Positive = 3e-4
     """Peak learning rate of either reward model."""
+    microbatches: Size = 1
+    """Pieces that a step of SFT or of either reward model is computed in."""
     critic_start: Literal["reward_model", "policy"] = "reward_model"
     """Start of a separate critic: the reward model, as in InstructGPT (2203.02155), or the SFT policy."""
 
@@ -225,7 +222,7 @@ def check(config: Config) -> None:
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
     for name in ("sft_rows", "num_pairs"):
-        if getattr(config, name) % (config.ppo.optimizer.microbatches or 1):
+        if getattr(config, name) % config.microbatches:
             raise UsageError(f"{name} ({getattr(config, name)}) must be a multiple of microbatches")
 
 
@@ -235,7 +232,7 @@ def check(config: Config) -> None:
 def split_and_encode(preferences: Sequence[Preference], model: Pretrained, config: Config) -> Thirds:
     """Splits the data into thirds and encodes them. For SFT, an answer that is not cut at T ends with EOS."""
     parts, max_tokens = split_by_dialogue(preferences, 3), config.ppo.sampling.max_tokens
-    options = encoding(model, config.model, max_tokens) | scoring(model)
+    options = encoding(model, config.model, max_tokens) | judging(model)
     pairs = [encode_preferences(Chat(model.tokenizer, model.eos_ids), part, **options) for part in parts]
     return Thirds(parts, pairs, [pack_chosen(part, model.eos_ids[-1], max_tokens) for part in pairs])
 
@@ -305,7 +302,7 @@ def with_critic(sft: Params, learned: RewardModel, model: Pretrained, config: Co
 
 def supervised(config: Config, steps: int, learning_rate: float, **options: Any) -> SupervisedConfig:
     """Returns the options of a supervised phase, on the devices of the run."""
-    options |= {"microbatches": config.ppo.optimizer.microbatches or 1, "devices": config.ppo.devices}
+    options |= {"microbatches": config.microbatches, "devices": config.ppo.devices}
     return SupervisedConfig(steps, learning_rate, warmup_steps=WARMUP_STEPS, decay="linear", **options)
 
 

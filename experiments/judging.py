@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from experiments.common import over_seeds
+from grpo_jax import report
 from grpo_jax.commands.reward_model import answer_lengths
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.offline.pairs import evaluate_pairs
+from grpo_jax.report import explain_control
 from grpo_jax.rl.evaluate import Evaluation
-from grpo_jax.runs import report
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.report import explain_control
 from grpo_jax.statistics import bootstrap, cell
 
 Answers = dict[str, np.ndarray]  # name -> a number for each sampled answer, [M, n]

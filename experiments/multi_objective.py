@@ -44,12 +44,14 @@ import numpy as np
 from experiments import common, plots
 from experiments.common import Seeds, completions_batch, over_seeds, print_over_seeds
 from experiments.tasks import letters
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, pad_completions, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Size
 from grpo_jax.rewards.reward import RewardLike
@@ -57,13 +59,12 @@ from grpo_jax.rl.grade import grade_completions
 from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures
 from grpo_jax.rl.types import LABELLING, noise_of
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.training import HeldoutResult, evaluate_heldout, train_with_evaluation
+from grpo_jax.training.phases import HeldoutResult, evaluate_heldout, train_with_evaluation
 
 MODEL = ModelConfig(letters.TEXT.vocab_size, initializer_range=0.1)
 ENOUGH = 8  # number of the prompt's letters that earns the full reward

@@ -40,25 +40,26 @@ from experiments import common
 from experiments.common import Seeds, collect, completions_batch, over_seeds, print_over_seeds
 from experiments.tasks import letters
 from experiments.tasks.rounds import OnlineConfig, bradley_terry_judge, train_online
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, Example, pad_completions, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.heads import add_head
+from grpo_jax.models.decoder.heads import add_head
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Fraction, Size
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.programs import Programs
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.training import evaluate_heldout, train_with_evaluation
+from grpo_jax.training.phases import evaluate_heldout, train_with_evaluation
 
 MODEL = ModelConfig(vocab_size=letters.TEXT.vocab_size, initializer_range=0.1)
 LEARNED = ("frozen", "online")
@@ -144,9 +145,9 @@ def run_seed(
             now = held(params) if step else results["start"]
             scores, at_start = (opinion(model, evaluation, task) for evaluation in (now, results["start"]))
             return {
-                "heldout_avg": float(now.scores.mean()),
+                "heldout_avg": float(now.rewards.mean()),
                 "claimed": float(scores.mean() - at_start.mean()),
-                "pair_accuracy": pair_accuracy(scores, now.scores),
+                "pair_accuracy": pair_accuracy(scores, now.rewards),
             }
 
         online = OnlineConfig((config.labels // rounds,) * rounds, config.replay_share)
@@ -178,7 +179,7 @@ def run_seed(
     for method, model in models.items():
         for other in ("start", *LEARNED):
             rows[method][f"accuracy_{other}"] = pair_accuracy(
-                opinion(model, results[other], task), results[other].scores
+                opinion(model, results[other], task), results[other].rewards
             )
         scores, at_start = (opinion(model, results[name], task) for name in (method, "start"))
         rows[method]["claimed"] = float(scores.mean() - at_start.mean())
@@ -189,7 +190,7 @@ def word_numbers(evaluation: Evaluation) -> dict[str, float]:
     """Returns the gold reward, its parts, and the length of the sampled words."""
     words = [word for group in evaluation.texts for word in group[:-1]]
     return {
-        "gold": float(evaluation.scores.mean()),
+        "gold": float(evaluation.rewards.mean()),
         "letters": float(np.mean([len(word) for word in words])),
         "repeats": float(np.mean([len(word) - len(set(word)) for word in words])),
     }

@@ -34,16 +34,17 @@ from experiments.paper.lowered import lowered, peak_bytes, planned_bytes
 from experiments.paper.topology import GPUS, as_if_here, devices_of_topology
 from experiments.planning.models import MODELS
 from experiments.planning.traffic import Exchange, learn_traffic, moved, sample_traffic, score_traffic
+from grpo_jax.commands.flags import read_flags, refusing
 from grpo_jax.config import PPO, GRPOConfig, ModelOptions, PlannedRemat, recipe, with_options
 from grpo_jax.devices import Devices, Mesh
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import CPU, Traits, traits_of_gpu
-from grpo_jax.models import sharding
 from grpo_jax.models.config import Dtype, ModelConfig
+from grpo_jax.models.decoder.transformer import param_shapes
 from grpo_jax.models.huggingface import model_folder, read_config
-from grpo_jax.models.params import Quantize
+from grpo_jax.models.params import sharding
+from grpo_jax.models.params.tree import Quantize
 from grpo_jax.models.policy import suits_cudnn
-from grpo_jax.models.transformer import param_shapes
 from grpo_jax.options import Count, Size, Weight, check_ranges
 from grpo_jax.planning.memory import (
     GB,
@@ -52,12 +53,11 @@ from grpo_jax.planning.memory import (
     Plan,
     Shape,
     choose,
+    count_shards,
     estimate,
     num_params,
-    parts_of,
     split_shape,
 )
-from grpo_jax.runs.flags import read_flags, refusing
 
 
 class Device(NamedTuple):
@@ -129,7 +129,7 @@ class Config:
     """Dtype of activations and matrix products."""
     remat: PlannedRemat = "auto"
     """The same option as in a run."""
-    microbatches: Count = 0
+    piece_tokens: Count = 0
     """The same option as in a run."""
     lora_rank: Count = 0
     """The same option as in a run; the frozen parameters are then bfloat16."""
@@ -211,10 +211,6 @@ def check(config: Config) -> None:
     tokens = config.prompts_per_device * config.group_size * (config.prompt_tokens + config.max_tokens)
     if tokens >= 2**31:
         raise UsageError(f"a device would have {tokens} tokens of a rollout: set prompts, group_size or tokens lower")
-    if config.microbatches and config.prompts_per_device % config.microbatches:
-        raise UsageError(
-            f"microbatches is {config.microbatches}: it must divide the {config.prompts_per_device} prompts of a device"
-        )
     if config.quantize != "none" and not config.lora_rank:
         raise UsageError(f"quantize {config.quantize} is of LoRA's frozen parameters: set lora_rank above 0")
     if config.devices % config.hosts or config.sampler_devices >= config.devices // config.hosts:
@@ -283,8 +279,7 @@ def shape_of(config: Config) -> Shape:
         group_size=config.group_size,
         prompt_tokens=config.prompt_tokens,
         max_tokens=config.max_tokens,
-        microbatches=config.microbatches,
-        piece_tokens=0,
+        piece_tokens=config.piece_tokens,
         lora_rank=config.lora_rank,
         param_dtype="bfloat16" if config.lora_rank else "float32",
         quantize=config.quantize,
@@ -413,7 +408,7 @@ def sharding_table(model: ModelConfig, shape: Shape) -> Table:
     table, params = Table("parameter", "shape", "cut along", "MB of a device", box=None), param_shapes(model)
     specs = jax.tree.leaves(sharding.specs(params, shape.mesh))
     for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True):
-        name, size = "/".join(key.key for key in path), x.size * x.dtype.itemsize / parts_of(spec, shape.mesh)
+        name, size = "/".join(key.key for key in path), x.size * x.dtype.itemsize / count_shards(spec, shape.mesh)
         axes = " ".join(_axes(entry, shape) for entry in spec)
         table.add_row(name, " x ".join(map(str, x.shape)), axes, f"{size / 1e6:.1f}")
     return table
@@ -434,7 +429,6 @@ def run_of(config: Config, shape: Shape, data: int) -> GRPOConfig:
         "num_prompts": config.prompts_per_device * data * shape.fsdp,
         "group_size": config.group_size,
         "max_tokens": config.max_tokens,
-        "microbatches": config.microbatches,
         "piece_tokens": shape.piece_tokens,
         "devices": config.devices,
         "fsdp": shape.fsdp,

@@ -24,16 +24,17 @@ from experiments import common
 from experiments.arithmetic import MODEL, WarmStart, warm_start
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds
 from experiments.tasks import arithmetic
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.config import PPO, CriticConfig, GRPOConfig, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.ppo import add_critic, critic_policy
 from grpo_jax.rl.programs import make_programs
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import random_reward
-from grpo_jax.training import evaluate_heldout, train_with_evaluation
+from grpo_jax.training.phases import evaluate_heldout, train_with_evaluation
 
 CURVES = (
     ("heldout_avg", "held-out accuracy"),
@@ -88,7 +89,11 @@ def main(config: Config) -> None:
                 start, task, settings, run, programs, phase=phase, reward=reward, start=before
             )
             results = summary(held.evaluation)
-            row = {"before": float(before.evaluation.scores.mean()), "avg": results["avg"], "greedy": results["greedy"]}
+            row = {
+                "before": float(before.evaluation.rewards.mean()),
+                "avg": results["avg"],
+                "greedy": results["greedy"],
+            }
             row["steps"] = steps_to(run, phase)
             row["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(state.params))
             collect(runs, {method: row})

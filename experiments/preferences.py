@@ -33,14 +33,15 @@ from scipy import special
 
 from experiments import common
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds
-from grpo_jax import hosts
+from grpo_jax import hosts, report
+from grpo_jax.commands import flags
 from grpo_jax.data.preferences import EncodedPairs, with_mismatched
 from grpo_jax.data.types import rng
 from grpo_jax.functional import dpo_loss, kto_loss
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.offline.pairs import (
     PairBatch,
     kto_objective,
@@ -51,11 +52,10 @@ from grpo_jax.offline.pairs import (
 )
 from grpo_jax.offline.phase import SupervisedConfig, check_rows
 from grpo_jax.options import Positive, Seed, Size
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.step import TrainState
-from grpo_jax.training import fit
+from grpo_jax.training.phases import fit
 
 VOCAB, TOKENS, PROMPTS = 8, 3, 4
 POLICY = decoder_policy(ModelConfig(VOCAB, 32, 64, 2, 2, 2, 16, initializer_range=0.3))

@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import timing
+from grpo_jax.commands.flags import program, read_flags, refusing
 from grpo_jax.data.generators import PREFIX, generate, parse_generators
 from grpo_jax.data.rows import hash_of_prompt
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.runs.files import read_lines, read_object, write_json
-from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.problems import TEMPLATES
 

@@ -21,20 +21,22 @@ import jax
 import numpy as np
 
 from experiments.tasks.stories import repeated_share, stories_task
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe
 from grpo_jax.devices import devices_of, place
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
-from grpo_jax.prepare import load_model
+from grpo_jax.report import finish
 from grpo_jax.rl.evaluate import Evaluation, Samples
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.programs import make_programs
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.pretrained import keep_description
-from grpo_jax.runs.report import finish
+from grpo_jax.scoring import score_completion_tokens
 from grpo_jax.statistics import cell
-from grpo_jax.step import Batch, score_completion_tokens
-from grpo_jax.training import train_with_control
+from grpo_jax.step import Batch
+from grpo_jax.training.phases import train_with_control
+from grpo_jax.training.prepare import load_model
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,6 @@ class Config:
         kl_coef=0.1,
         learning_rate=4e-4,
         decay="linear",
-        microbatches=4,
         eval_every=10,
         checkpoint_every=10,
     )

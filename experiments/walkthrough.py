@@ -29,6 +29,7 @@ from rich.table import Table
 from experiments import chapter
 from experiments.chapter import signed
 from grpo_jax import functional as F
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.text import check_ids, encode_prompts
@@ -38,25 +39,24 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional import Objective
 from grpo_jax.models.chat import Chat
 from grpo_jax.models.config import Dtype
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.params import split
+from grpo_jax.models.params.tree import split
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
-from grpo_jax.prepare import load_model
 from grpo_jax.rewards.reward import to_rewards
-from grpo_jax.rl.grade import decode_groups, grade_completions
+from grpo_jax.rl.grade import decode_groups, grade_completions, has_spread
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import SAMPLING, Graded, noise_of
 from grpo_jax.rl.update import optimizer_step
-from grpo_jax.runs import flags
 from grpo_jax.runs.progress import use_cache
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.step import Array, Batch, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Array, Batch
 from grpo_jax.tasks.task import Task
+from grpo_jax.training.prepare import load_model
 
 CONSOLE = Console(highlight=False)
 

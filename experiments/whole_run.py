@@ -19,10 +19,10 @@ import numpy as np
 from grpo_jax.config import GRPOConfig, validate, with_options
 from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.params import join, split
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import join, split
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.options import options_of
 from grpo_jax.rl.evaluate import heldout_calls
 from grpo_jax.rl.interaction import sample_completions

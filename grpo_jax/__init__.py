@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from grpo_jax.models.huggingface import load_pretrained
     from grpo_jax.rl.programs import make_programs
     from grpo_jax.tasks.task import text_task
-    from grpo_jax.trainer import GRPOTrainer
-    from grpo_jax.training import train
+    from grpo_jax.training.phases import train
+    from grpo_jax.training.trainer import GRPOTrainer
 
 __version__ = "0.2.0"
 __all__ = [
@@ -26,12 +26,12 @@ __all__ = [
 _MODULES = {
     "PRESETS": "functional.presets",
     "GRPOConfig": "config",
-    "GRPOTrainer": "trainer",
+    "GRPOTrainer": "training.trainer",
     "load_pretrained": "models.huggingface",
     "make_programs": "rl.programs",
     "recipe": "config",
     "text_task": "tasks.task",
-    "train": "training",
+    "train": "training.phases",
 }
 
 

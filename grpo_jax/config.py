@@ -11,13 +11,12 @@ from grpo_jax.functional import PRESETS, Objective
 from grpo_jax.functional.numerics import constants_of, is_zero
 from grpo_jax.functional.presets import CORRECTIONS
 from grpo_jax.models.config import AttentionKind, Dtype, Rounding, Router
-from grpo_jax.models.params import TARGETS, Quantize, Target
+from grpo_jax.models.params.tree import TARGETS, Quantize, Target
 from grpo_jax.options import (
     FLOAT32,
     Bound,
     Config,
     Count,
-    Escaped,
     Fraction,
     Positive,
     Range,
@@ -31,7 +30,6 @@ from grpo_jax.options import (
     options_of,
     replace_options,
 )
-from grpo_jax.presets import check_objective, name_preset, preset_inputs, preset_of
 from grpo_jax.rewards.worker import digest_of_source, look_up_once
 
 if TYPE_CHECKING:
@@ -49,6 +47,7 @@ AdvantagesOf = Literal["sum", "components", "turns", "spans"]
 BY_PART = ("turns", "spans")  # values that compare parts of completions
 BY_TOKEN = ("token", "icepop", "glm5")  # corrections that weigh each token
 Correction = Literal["none", "token", "sequence", "sequence_mask", "icepop", "glm5", "geometric"]
+WHOLE = 2**31 - 1  # the `piece_tokens` of one piece for all tokens
 BEST_CORRECTION: Correction = "token"  # as docs/results/corrections.md chooses it
 Distillation = Literal["none", "reverse_kl", "forward_kl", "jsd", "k1"]
 Critic = Literal["none", "own", "shared"]
@@ -249,12 +248,9 @@ class DecodingConfig:
     """Sample from the fewest likeliest tokens whose probabilities add up to this; 1: all."""
     min_p: Fraction = 0.0
     """Sample from tokens with at least this share of the largest probability; 0: all."""
-    stop: tuple[Escaped, ...] = ()
-    """Texts that end a completion or turn. Rewards read the text before. On the command line `\\n` is a line break,
-    `\\\\` a backslash."""
 
     @property
-    def truncates(self) -> bool:
+    def limits_tokens(self) -> bool:
         """True if some tokens may not be sampled."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
@@ -346,6 +342,13 @@ class LossConfig:
     divergence: Literal["preset", "full", "reverse"] = "preset"
     """KL in the loss: the preset's, of sampled tokens, or of the whole vocabulary, KL(π ‖ π_ref) (full) or KL(π_ref ‖
     π) (reverse)."""
+    kl_target: Positive | None = None
+    """KL of a completion, in nats, that kl_coef is adapted to reach (6 in 1909.08593). Needs kl_in_reward. None:
+    kl_coef is constant."""
+    ref_sync_steps: Count = 0
+    """Steps after which the reference moves to the policy, as in the iterations of GRPO's paper. 0: it never moves."""
+    ref_mixup_alpha: Share = 1.0
+    """How far the reference moves: 1 sets it to the policy, less makes a moving average (0.6 in TR-DPO, 2404.09656)."""
     advantages_of: AdvantagesOf = "sum"
     """Comparison in a group: the sum of the rewards, each of its components (GDPO, 2601.05242), the rewards from each
     turn on, or spans of completions."""
@@ -382,6 +385,28 @@ class LossConfig:
         except ValueError:
             raise UsageError(f"constant is {' '.join(self.constant)}: write NAME=NUMBER, as tau_positive=2") from None
         return {name: int(number) if number.is_integer() else number for name, number in numbers.items()}
+
+
+def preset_of(name: str) -> Objective:
+    """Returns a preset by its name: a published one, or an `Objective` of the user's.
+
+    Raises:
+      UsageError: There is no such preset. The message lists the closest names, or says why it cannot be loaded.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    from grpo_jax.presets import own_preset  # loaded only for presets that are not published
+
+    return own_preset(name)
+
+
+def name_preset(preset: Any) -> Any:
+    """Returns the name of a preset. That of an `Objective` holds it, for `preset_of`."""
+    if not isinstance(preset, Objective):
+        return preset
+    from grpo_jax.presets import OwnPreset
+
+    return OwnPreset.of(preset)
 
 
 def constant_names(preset: str) -> set[str]:
@@ -478,21 +503,6 @@ class CriticConfig:
 
 
 @dataclass(frozen=True)
-class ReferenceConfig:
-    """How the KL's reference moves, and how the weight of the KL is controlled."""
-
-    ref_sync_steps: Count = 0
-    """Steps after which the reference moves to the policy, as in the iterations of GRPO's paper. 0: it never moves."""
-    ref_mixup_alpha: Share = 1.0
-    """How far the reference moves: 1 sets it to the policy, less makes a moving average (0.6 in TR-DPO, 2404.09656)."""
-    kl_target: Positive | None = None
-    """KL of a completion, in nats, that kl_coef is adapted to reach (6 in 1909.08593). Needs kl_in_reward. None:
-    kl_coef is constant."""
-    kl_horizon: Size = 10_000
-    """Number of completions over which an adapted kl_coef changes by at most a fifth; as in TRL and verl."""
-
-
-@dataclass(frozen=True)
 class OptimizerConfig(AdamWConfig):
     """How the parameters are updated."""
 
@@ -503,12 +513,9 @@ class OptimizerConfig(AdamWConfig):
     """Passes over each rollout (mu)."""
     minibatches: Size = 1
     """Optimizer steps of a pass; prompts are shuffled among them."""
-    microbatches: Count = 0
-    """Pieces that a minibatch is computed in, to save memory; results differ only by rounding. 0: pieces of
-    `piece_tokens`, without needless padding."""
     piece_tokens: Count = 0
-    """Largest number of tokens of a piece on each device, including padding. 0: 768 on a CPU, 16,384 elsewhere, or
-    what memory allows."""
+    """Largest number of tokens of a piece on each device, including padding. Results differ only by rounding. 0: 768 on
+    a CPU, 16,384 elsewhere, or what memory allows."""
     max_skipped: Size = 5
     """Number of steps in a row without finite gradients that ends the run. Each is skipped, and its batch is saved."""
 
@@ -541,7 +548,6 @@ class GRPOConfig(PhaseConfig):
     loss: LossConfig = LossConfig()
     distillation: DistillationConfig = DistillationConfig()
     critic: CriticConfig = CriticConfig()
-    reference: ReferenceConfig = ReferenceConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     logging: LoggingConfig = LoggingConfig()
 
@@ -556,6 +562,11 @@ class GRPOConfig(PhaseConfig):
         return self.steps * self.optimizer.epochs * self.optimizer.minibatches
 
     @property
+    def piece_tokens(self) -> int:
+        """The largest number of tokens of a piece; 0: the backend decides."""
+        return WHOLE if self.loss.objective.whole_batch else self.optimizer.piece_tokens
+
+    @property
     def needs_rewards(self) -> bool:
         """True if completions of training are graded."""
         return not is_zero(self.distillation.reward_coef)
@@ -568,7 +579,10 @@ class GRPOConfig(PhaseConfig):
     @property
     def sources(self) -> dict[str, str]:
         """Digests of the user's files that options name, by their descriptions."""
-        return preset_inputs(self.loss.preset) | optimizer_source(self.optimizer)
+        preset, named = self.loss.preset, {}
+        if ":" in preset and (digest := digest_of_source(preset)):
+            named = {"source of the preset": digest}
+        return named | optimizer_source(self.optimizer)
 
     @property
     def has_critic(self) -> bool:
@@ -676,7 +690,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "companion_post": {"temperature": 0.7, "temperature_spread": 0.3},
     "introduction_post": {"group_size": 12},
     "introduction_post_rank": {"group_size": 12},
-    "kl_cov": {"microbatches": 1},
 }
 
 
@@ -693,21 +706,15 @@ def _preset_numbers(preset: str) -> dict[str, Any]:
 PPO = recipe("lite_ppo", group_size=1, kl_coef=0.02, kl_in_reward=True, critic="own")
 
 
-class Rate(NamedTuple):
-    """Learning rates that trained models with rewards, up to a size. docs/hyperparameters.md has their sources."""
-
-    most_params: float
-    full: float
-    lora: float | None  # None: not tried
-
-
-RATES = (
-    Rate(1e6, 4e-4, 3e-3),
-    Rate(3e7, 1e-4, None),
-    Rate(2e8, 4e-6, 1e-4),
-    Rate(4e8, 1e-6, 1e-4),
-    Rate(float("inf"), 1e-6, 1e-5),
-)
+# The most parameters of a model -> learning rates at which rewards trained such models: of all parameters, and of LoRA
+# (None: not tried). docs/hyperparameters.md has their sources.
+RATES: dict[float, tuple[float, float | None]] = {
+    1e6: (4e-4, 3e-3),
+    3e7: (1e-4, None),
+    2e8: (4e-6, 1e-4),
+    4e8: (1e-6, 1e-4),
+    float("inf"): (1e-6, 1e-5),
+}
 
 
 # ---- checks that options work together: each yields a sentence for a conflict, and the first one is raised
@@ -779,7 +786,6 @@ NEEDS: Mapping[str, tuple[str, Any]] = {
     **dict.fromkeys(options_of(CriticConfig()).keys() - {"critic"}, ("critic", "none")),
     "curriculum_bound": ("curriculum", 0),
     "support_size": ("support", "vocabulary"),
-    "kl_horizon": ("kl_target", None),
 }
 
 
@@ -801,6 +807,34 @@ def check_effects(options: Any) -> None:
     for name in ("learning_rate", *schedule) if has_own_rate else ():
         if values[name] != defaults[name]:
             raise UsageError(f"{name} has no effect on an optax transformation, which has its own rate: leave it out")
+
+
+def check_top_k(options: Any, vocab_size: int) -> None:
+    """Raises if options take more of the likeliest tokens than the model has.
+
+    Args:
+      options: A dataclass whose fields are options or dataclasses of options.
+      vocab_size: The number of tokens of the model.
+
+    Raises:
+      UsageError: There are fewer tokens. The message names the option.
+    """
+    values = options_of(options)
+    for name, most in (("top_k", vocab_size), ("distillation_top_k", vocab_size - 1)):
+        if values.get(name, 0) > most:
+            raise UsageError(
+                f"{name} is {values[name]}, but the model has {vocab_size} tokens: set it below that, or to 0 for all"
+            )
+
+
+def check_control(config: GRPOConfig) -> None:
+    """Raises if a control would learn from anything other than its random rewards.
+
+    Raises:
+      UsageError: There is a teacher.
+    """
+    if config.frozen_models:
+        raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
 
 
 def check_models(config: GRPOConfig, roles: Collection[str]) -> None:
@@ -837,6 +871,8 @@ def _constants(loss: LossConfig, config: GRPOConfig) -> Iterator[str]:
         if not FLOAT32.contains(value) or (value < 0 and loss.preset in PRESETS):
             yield f"{name} is {value}: it must be at least 0, and {FLOAT32.words}"
     if loss.preset not in PRESETS or loss.constants:
+        from grpo_jax.presets import check_objective
+
         size = max(config.sampling.group_size, published.min_group_size if config.has_critic else 1)
         for reason in check_objective(loss.objective, size):
             yield f"preset {loss.preset} cannot be used: {reason}"
@@ -872,16 +908,13 @@ def _steps(config: GRPOConfig, num_devices: int) -> Iterator[str]:
     if staleness and staleness >= steps:
         yield f"staleness is {staleness}, and steps is {steps}, so the start would sample all: set it below steps"
     options, num_prompts = config.optimizer, config.sampling.num_prompts
-    pieces = options.minibatches * (options.microbatches or 1) * num_devices
-    if num_prompts % pieces:
-        product = f"minibatches x microbatches x devices / tensor, {pieces}"
-        yield f"num_prompts is {num_prompts}: it must be a multiple of {product}"
-    if options.piece_tokens and options.microbatches:
-        yield f"piece_tokens is {options.piece_tokens}, but microbatches sets the pieces: leave one of them out"
-    if config.loss.objective.whole_batch and (options.microbatches != 1 or num_devices > 1):
+    parts = options.minibatches * num_devices
+    if num_prompts % parts:
+        yield f"num_prompts is {num_prompts}: it must be a multiple of minibatches x devices / tensor, {parts}"
+    if config.loss.objective.whole_batch and (options.piece_tokens not in (0, WHOLE) or num_devices > 1):
         yield (
-            f"preset {config.loss.preset} chooses among all tokens of an optimizer step: set microbatches and devices "
-            "to 1"
+            f"preset {config.loss.preset} chooses among all tokens of an optimizer step: leave piece_tokens out, and "
+            "set devices to 1"
         )
     if not config.loss.objective.has_ratio and options.epochs * options.minibatches > 1:
         yield f"preset {config.loss.preset} has no ratio, so it can use a rollout once: set epochs and minibatches to 1"
@@ -902,7 +935,7 @@ def _sampling(config: GRPOConfig, *, compares_groups: bool) -> Iterator[str]:
         yield f"temperature_spread is {options.temperature_spread}: temperature plus this must be above 0, and finite"
     if options.filter_metric and options.max_rollouts == 1 and not options.curriculum:
         yield f'filter_metric "{options.filter_metric}" needs dynamic sampling: leave it out, or raise max_rollouts'
-    if options.support == "sampler" and not options.truncates:
+    if options.support == "sampler" and not options.limits_tokens:
         yield "support is sampler, but the sampler draws from all tokens: leave it out, or set top_p, top_k or min_p"
     if options.kept_tokens == 1:
         yield "top_k is 1, and over a support of one token nothing can be learned: raise it, or leave support out"
@@ -912,7 +945,7 @@ def _sampling(config: GRPOConfig, *, compares_groups: bool) -> Iterator[str]:
 
 
 def _kl(config: GRPOConfig) -> Iterator[str]:
-    loss, options = config.loss, config.reference
+    loss = config.loss
     in_loss = loss.kl_coef > 0 and not loss.kl_in_reward
     in_reward = loss.kl_coef > 0 and loss.kl_in_reward
     if loss.divergence != "preset" and not in_loss:
@@ -928,16 +961,16 @@ def _kl(config: GRPOConfig) -> Iterator[str]:
             "set kl_coef to 0, or kl_in_reward to False"
         )
     completions = config.sampling.num_prompts * config.sampling.group_size
-    if options.kl_target is not None and not in_reward:
-        yield f"kl_target is {options.kl_target}: it steers a KL in the reward: set kl_in_reward, and kl_coef above 0"
-    if options.kl_target is not None and options.kl_horizon < completions:
-        yield f"kl_horizon is {options.kl_horizon}: it must be at least the completions of a step ({completions})"
-    if options.ref_sync_steps > 0 and loss.kl_coef == 0:
-        yield f"ref_sync_steps is {options.ref_sync_steps}, but there is no reference: set kl_coef above 0"
-    if options.ref_sync_steps >= config.steps:
-        yield f"ref_sync_steps is {options.ref_sync_steps}: it must be below steps ({config.steps})"
-    if options.ref_mixup_alpha != 1 and options.ref_sync_steps == 0:
-        yield f"ref_mixup_alpha is {options.ref_mixup_alpha}, but the reference never moves: set ref_sync_steps above 0"
+    if loss.kl_target is not None and not in_reward:
+        yield f"kl_target is {loss.kl_target}: it steers a KL in the reward: set kl_in_reward, and kl_coef above 0"
+    if loss.kl_target is not None and completions > 10_000:
+        yield f"kl_target adapts kl_coef over 10,000 completions, and a step has {completions}: lower num_prompts"
+    if loss.ref_sync_steps > 0 and loss.kl_coef == 0:
+        yield f"ref_sync_steps is {loss.ref_sync_steps}, but there is no reference: set kl_coef above 0"
+    if loss.ref_sync_steps >= config.steps:
+        yield f"ref_sync_steps is {loss.ref_sync_steps}: it must be below steps ({config.steps})"
+    if loss.ref_mixup_alpha != 1 and loss.ref_sync_steps == 0:
+        yield f"ref_mixup_alpha is {loss.ref_mixup_alpha}, but the reference never moves: set ref_sync_steps above 0"
 
 
 def _advantages(config: GRPOConfig) -> Iterator[str]:
@@ -967,7 +1000,7 @@ def _correction(config: GRPOConfig, name: str) -> Iterator[str]:
         yield f"preset {loss.preset} takes its ratio against the sampler already: leave {correction} out"
     if name != "none" and loss.old_logprobs == "sampler":
         yield f"{correction} weighs the sampler, but old_logprobs are its own: leave one of them out"
-    if name == "geometric" and sampling.truncates and sampling.support == "vocabulary":
+    if name == "geometric" and sampling.limits_tokens and sampling.support == "vocabulary":
         yield (
             "correction geometric drops all completions when top_k, top_p or min_p change their probabilities: leave "
             "these out, set support to sampler, or take another correction"

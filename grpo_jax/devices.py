@@ -1,8 +1,8 @@
 """Running programs on one or many devices, moving arrays between host and devices, and measuring speed and memory.
 
 `Devices` lists the devices of a program. Without a mesh, each of them holds all parameters. With a `Mesh`, parameters
-are sharded by the rules of `models.sharding`. Every program is a `jax.jit` of whole arrays. On several devices without
-a mesh, computations that are independent for each row run in a `jax.pmap` inside it.
+are sharded by the rules of `models.params.sharding`. Every program is a `jax.jit` of whole arrays. On several
+devices without a mesh, computations that are independent for each row run in a `jax.pmap` inside it.
 
 With several hosts, there is always a mesh over the devices of all hosts, and arrays are spread over all of them. The
 devices that only sample are an exception: each host has its own, whose programs no other host takes part in.
@@ -31,8 +31,8 @@ from grpo_jax import hosts
 from grpo_jax.config import GRPOConfig, PhaseConfig, validate_mesh
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import backend_name
-from grpo_jax.models import sharding
-from grpo_jax.models.params import count_used
+from grpo_jax.models.params import sharding
+from grpo_jax.models.params.tree import count_used
 
 AXIS = "data"
 COMPILING = "compile_ahead"  # name of the thread that compiles programs while others run
@@ -137,7 +137,7 @@ def devices_of(config: PhaseConfig) -> Devices:
         )
     mesh = Mesh(count // (fsdp * tensor), fsdp, tensor)
     devices = Devices(listed, mesh) if only_sample else first_devices(mesh)
-    if sum(map(len, rows_of_hosts(devices, parts(devices)))) > parts(devices):
+    if sum(map(len, rows_of_hosts(devices, num_shards(devices)))) > num_shards(devices):
         raise UsageError(
             f"tensor is {tensor}, but a host has {len(local_devices(devices))} devices, and a group lies on those of "
             "one host: set tensor to a divisor of them, and fsdp to the rest"
@@ -163,7 +163,7 @@ def sampling_devices(config: GRPOConfig) -> Devices:
     # With several hosts, `jax.pmap` inside a program takes the first devices of a host.
     has_mesh = fsdp * tensor > 1 or (count > 1 and hosts.count() > 1)
     devices = Devices(listed, Mesh(count // (fsdp * tensor), fsdp, tensor) if has_mesh else None)
-    if prompts % (split := num_hosts(training) * parts(devices)):
+    if prompts % (split := num_hosts(training) * num_shards(devices)):
         raise UsageError(
             f"num_prompts is {prompts}: it must be a multiple of hosts x sampler_devices / sampler_tensor, {split}"
         )
@@ -185,8 +185,8 @@ def size(devices: Devices) -> int:
     return len(devices.all)
 
 
-def parts(devices: Devices) -> int:
-    """Returns the number of parts into which the prompts of a batch are split. A group is never split."""
+def num_shards(devices: Devices) -> int:
+    """Returns the number of shards of a batch's prompts. A group is never split."""
     return size(devices) if devices.mesh is None else devices.mesh.data * devices.mesh.fsdp
 
 
@@ -206,7 +206,7 @@ def map_rows(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
 
     Args:
       fn: A function (values that all rows share, such as parameters, *trees of arrays `[n, ...]`) -> arrays `[n, ...]`.
-      devices: The devices that the program runs on. N is a multiple of their `parts`.
+      devices: The devices that the program runs on. N is a multiple of `num_shards`.
     """
     if devices.is_single or devices.mesh is not None:
         return fn
@@ -227,7 +227,7 @@ def sum_rows(fn: Callable[[Any, Any], tuple[Any, Any]], devices: Devices) -> Cal
 
     Args:
       fn: A function (values that all rows share, a tree of arrays `[n, ...]`) -> sums and maxima over these rows.
-      devices: The devices that the program runs on. N is a multiple of their `parts`.
+      devices: The devices that the program runs on. N is a multiple of `num_shards`.
     """
     if devices.is_single or devices.mesh is not None:
         return fn
@@ -263,7 +263,7 @@ def jit_on_devices(
     if devices.is_single:
         return jax.jit(fn, donate_argnums=donate_argnums)
 
-    @wraps(fn)  # logs and profiles name the program
+    @wraps(getattr(fn, "func", fn))  # logs and profiles name the program
     def call(*args: Any) -> Any:
         if devices.mesh is not None:
             # `jax.set_mesh` around the call would not apply when the program is only lowered or traced.
@@ -302,7 +302,7 @@ def to_devices(tree: Any, devices: Devices = ONE_DEVICE, *, axes: Any = 0) -> An
 
     Args:
       tree: A tree of NumPy arrays `[N, ...]`.
-      devices: The devices that programs run on. N is a multiple of their `parts`.
+      devices: The devices that programs run on. N is a multiple of `num_shards`.
       axes: 0 if each device gets its part of N; None if every device gets everything; or a tree of both.
     """
 

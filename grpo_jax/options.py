@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from pathlib import Path
 from types import UnionType
@@ -182,8 +182,8 @@ def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
     Raises:
       UsageError: The JSON has an unknown option, or a value of the wrong type.
     """
-    types, flat = option_types(type(default)), flattened(saved)
-    options = {current_name(name, types, flat): value for name, value in flat.items()}
+    types = option_types(type(default))
+    options = in_current_names(flattened(saved), types)
     check_known(options, types)
     for name, value in options.items():
         if name == "engine" and isinstance(value, str):  # earlier versions took one address, or none as ""
@@ -223,7 +223,7 @@ def group_names(config_class: Any) -> set[str]:
     return set(hints).union(*map(group_names, hints.values()))
 
 
-def flattened(options: Mapping[str, Any], groups: Collection[str] | None = None) -> dict[str, Any]:
+def flattened(options: Mapping[str, Any], groups: Set[str] | None = None) -> dict[str, Any]:
     """Returns the options of all groups of a config.json, by name.
 
     Args:
@@ -235,7 +235,7 @@ def flattened(options: Mapping[str, Any], groups: Collection[str] | None = None)
     """
     flat: dict[str, Any] = {}
     for name, value in options.items():
-        if isinstance(value, Mapping) and groups is not None and name not in groups:
+        if isinstance(value, Mapping) and groups is not None and name not in groups | _REMOVED_GROUPS:
             raise UsageError(f"there is no group of options {name}: {suggestion(name, sorted(groups))}")
         part = flattened(value, groups) if isinstance(value, Mapping) else {name: value}
         for twice in flat.keys() & part.keys():
@@ -260,6 +260,20 @@ def unique_names(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 _FORMER = {"data": "task"}  # former names of options, in whose place they still work
+# Options that were removed -> the value with which runs of earlier versions did without them.
+_REMOVED = {"microbatches": 0, "kl_horizon": 10_000}
+_REMOVED_GROUPS = {"reference"}  # groups whose options are now in other groups
+
+
+def in_current_names(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Returns the options of a run of perhaps an earlier version by their current names, without removed ones.
+
+    Args:
+      options: The options by name. A removed option stays if it has another value than the one that it always has now.
+      known: The names of all options.
+    """
+    removed = {name for name in _REMOVED.keys() - {*known} if options.get(name) == _REMOVED[name]}
+    return {current_name(name, known, options): value for name, value in options.items() if name not in removed}
 
 
 def current_name(name: str, known: Collection[str], given: Collection[str] = ()) -> str:
@@ -290,7 +304,7 @@ COUNTERPARTS |= dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_con
 COUNTERPARTS |= dict.fromkeys(("dataset", "dataset_name", "train_dataset"), "task")
 COUNTERPARTS |= {"eval_dataset": "heldout", "reward_funcs": "reward reward_model", "reward_weights": "reward"}
 COUNTERPARTS |= {"use_vllm": "engine", "vllm_server_base_url": "engine", "gradient_checkpointing": "remat"}
-COUNTERPARTS |= {"optim": "optimizer", "optimizers": "optimizer"}
+COUNTERPARTS |= {"optim": "optimizer", "optimizers": "optimizer", "microbatches": "piece_tokens"}
 COUNTERPARTS |= {"report_to": "wandb", "logging_steps": "log_every", "log_completions": "rollouts_every"}
 COUNTERPARTS |= {"eval_steps": "eval_every", "save_steps": "checkpoint_every", "save_total_limit": "keep_checkpoints"}
 COUNTERPARTS |= {"load_best_model_at_end": "keep_best", "lr_scheduler_type": "decay", "warmup_ratio": "warmup_steps"}
@@ -304,7 +318,9 @@ DIFFERENCES = {
     "callbacks": "on_rollout and on_line of GRPOTrainer are called with each rollout and each line of metrics.jsonl",
     "reward_funcs": "it takes (examples, completions), and an example is a row with its prompt",
     "reward_weights": "a reward is written as name=weight*function",
-    "gradient_accumulation_steps": "it multiplies a batch, and microbatches only divide its computation",
+    "gradient_accumulation_steps": "it multiplies a batch, and pieces only divide its computation",
+    "microbatches": "it is the largest number of tokens of a piece, and not the number of pieces",
+    "kl_horizon": "kl_coef always moves towards kl_target by at most a fifth in 10,000 completions",
     "per_device_train_batch_size": "it counts completions or rows of a device, and a step here is that of all devices",
     "num_train_epochs": "it counts passes over the rows, and a step takes some of them",
     "max_length": "it includes the prompt, which max_prompt_tokens limits here",

@@ -1,4 +1,4 @@
-"""Presets of a run: the published ones by name, and an `Objective` of the user's, from a file or as a value."""
+"""Presets that are not published: an `Objective` of the user's, from a file or as a value."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from grpo_jax.data.types import hash_values, sources_of
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import PRESETS, Objective, check
 from grpo_jax.options import check_types, suggestion
-from grpo_jax.rewards.worker import digest_of_source, look_up_once, one_line
+from grpo_jax.rewards.worker import look_up_once, one_line
 
 _OWN = "Objective "  # begins the names of presets that were passed as values
 
@@ -20,28 +20,25 @@ class OwnPreset(str):
 
     objective: Objective
 
+    @classmethod
+    def of(cls, preset: Objective) -> "OwnPreset":
+        """Names an `Objective` by its numbers and the source of its functions."""
+        _check_fields(preset, "the Objective")
+        sources = [source for field in preset if callable(field) for source in sources_of(field)]
+        flags = [field for field in preset if isinstance(field, bool | int | float)]
+        name = cls(f"{_OWN}{hash_values(preset.numbers, flags, sources)[:12]}")
+        name.objective = preset
+        return name
+
     def __deepcopy__(self, memo: Any) -> "OwnPreset":
         return self
 
 
-def name_preset(preset: str | Objective) -> str:
-    """Returns the name of a preset. That of an `Objective` holds it, for `preset_of`."""
-    if not isinstance(preset, Objective):
-        return preset
-    _check_fields(preset, "the Objective")
-    sources = [source for field in preset if callable(field) for source in sources_of(field)]
-    flags = [field for field in preset if isinstance(field, bool | int | float)]
-    name = OwnPreset(f"{_OWN}{hash_values(preset.numbers, flags, sources)[:12]}")
-    name.objective = preset
-    return name
-
-
-def preset_of(name: str) -> Objective:
-    """Returns a preset.
+def own_preset(name: str) -> Objective:
+    """Returns a preset that is not published.
 
     Args:
-      name: The name of a published preset, "file.py:NAME" or "module:NAME" for an `Objective`, or a name that
-        `name_preset` returned.
+      name: "file.py:NAME" or "module:NAME" for an `Objective`, or a name that `OwnPreset.of` made.
 
     Raises:
       UsageError: There is no such preset. The message lists the closest names, or says why it cannot be loaded.
@@ -54,9 +51,7 @@ def preset_of(name: str) -> Objective:
         return _load(name)
     if str(name).endswith(".py"):
         raise UsageError(f"the preset {name} is a file: name the Objective in it, as {name}:NAME")
-    if name not in PRESETS:
-        raise UsageError(f"there is no preset {name}: {suggestion(name, PRESETS)}")
-    return PRESETS[name]
+    raise UsageError(f"there is no preset {name}: {suggestion(name, PRESETS)}")
 
 
 def _load(name: str) -> Objective:
@@ -75,12 +70,6 @@ def _check_fields(objective: Objective, name: str) -> None:
         len(objective.numbers)  # binds the constants
     except (UsageError, TypeError, ValueError) as error:
         raise UsageError(f"{name} cannot be used: {error}") from None
-
-
-def preset_inputs(name: str) -> dict[str, str]:
-    """Returns the digest of the file that a preset was loaded from, by its description; {} without a file."""
-    digest = digest_of_source(name) if ":" in name else ""
-    return {"source of the preset": digest} if digest else {}
 
 
 def check_objective(objective: Objective, group_size: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Estimates with confidence intervals from scores `[M, n]` of M prompts with n completions each.
+"""Estimates with confidence intervals from values `[M, n]` of M prompts with n completions each.
 
 Prompts are drawn from a larger set and completions of one prompt are alike, so intervals come from resampling prompts.
 """
@@ -30,14 +30,14 @@ class Interval(NamedTuple):
         return {name: self.mean, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
-def best_of(scores: np.ndarray, k: int) -> np.ndarray:
-    """Returns the expected maximum of k scores, drawn without replacement from the n scores of each prompt, `[M]`.
+def best_of(values: np.ndarray, k: int) -> np.ndarray:
+    """Returns the expected maximum of k values, drawn without replacement from the n values of each prompt, `[M]`.
 
-    It is an unbiased estimate of the best of k new completions. For scores of 0 and 1 it is pass@k,
-    1 − C(n − c, k) / C(n, k) with c scores of 1 (2107.03374).
+    It is an unbiased estimate of the best of k new completions. For values of 0 and 1 it is pass@k,
+    1 − C(n − c, k) / C(n, k) with c values of 1 (2107.03374).
 
     Args:
-      scores: The scores of all completions, `[M, n]`.
+      values: The values of all completions, `[M, n]`.
       k: The number of completions to draw, from 1 (the mean) to n.
 
     Returns:
@@ -46,30 +46,30 @@ def best_of(scores: np.ndarray, k: int) -> np.ndarray:
     Raises:
       UsageError: k is out of range.
     """
-    scores = np.sort(np.asarray(scores, np.float64), axis=-1)
-    n = scores.shape[-1]
+    values = np.sort(np.asarray(values, np.float64), axis=-1)
+    n = values.shape[-1]
     if not 1 <= k <= n:
         raise UsageError(f"k is {k}, but there are {n} samples of each prompt: take 1 to {n}")
     # The i-th smallest is the maximum of C(i − 1, k − 1) of the C(n, k) draws. The share of the largest is k / n, and
     # shares of neighbours have simple ratios, so that no binomial is ever computed.
     i = np.arange(n, 1, -1)
     shares = k / n * np.cumprod([1, *(np.maximum(i - k, 0) / (i - 1))])
-    return scores @ shares[::-1]
+    return values @ shares[::-1]
 
 
-def majority(scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]]) -> np.ndarray:
-    """Returns maj@n: the mean score of the completions with the most frequent answer of a prompt, `[M]` (2203.11171).
+def majority(values: np.ndarray, answers: Sequence[Sequence[Hashable | None]]) -> np.ndarray:
+    """Returns maj@n: the mean value of the completions with the most frequent answer of a prompt, `[M]` (2203.11171).
 
-    Ties are broken by chance, and the result is the expected score.
+    Ties are broken by chance, and the result is the expected value.
 
     Args:
-      scores: The scores of all completions, `[M, n]`.
+      values: The values of all completions, `[M, n]`.
       answers: The answers of the completions, `[M][n]`. None abstains; if all abstain, all completions count.
 
     Returns:
-      One score per prompt.
+      One value per prompt.
     """
-    scores = np.asarray(scores, np.float64)
+    values = np.asarray(values, np.float64)
 
     def elected(sample: Sequence[Hashable | None]) -> list[bool]:
         votes = Counter(answer for answer in sample if answer is not None)
@@ -78,7 +78,7 @@ def majority(scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]]) -
 
     chosen = np.array([elected(sample) for sample in answers])
     # Answers that tie have equally many completions, so that the mean over both is the mean over answers.
-    return np.mean(scores, axis=-1, where=chosen)
+    return np.mean(values, axis=-1, where=chosen)
 
 
 def bootstrap(values: np.ndarray, *, binary: bool = True) -> Interval:

@@ -1,10 +1,9 @@
-"""One optimizer step, which `rl` and `offline` share: its data, gradients, the optimizer, and scores of tokens.
+"""One optimizer step, which `rl` and `offline` share: its state, its batch, and gradients.
 
 Weights are computed from the mask of a whole optimizer batch, before it is split. So the gradients of its pieces, and
 of its shards on devices, add up to the gradient of the whole batch.
 
-Letters: N prompts of P tokens, G completions of T tokens, K candidate tokens, V tokens that two models have, D features
-of the policy, E features of the other model.
+Letters: N prompts of P tokens, G completions of T tokens, K candidate tokens, E features of another model.
 """
 
 from grpo_jax.errors import UsageError, need
@@ -19,18 +18,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax import functional as F
-from grpo_jax.config import AdamWConfig, Divergence, load_optimizer
 from grpo_jax.devices import ONE_DEVICE, Devices, sum_rows
 from grpo_jax.functional import Metrics
-from grpo_jax.models.geometry import PromptTokens, Rows, TokenStates, rows_of_groups
-from grpo_jax.models.params import PROJECTIONS, Adapted, check_full_precision
-from grpo_jax.models.pieces import Microbatches, Pieces, take
-from grpo_jax.models.policy import Policy
-from grpo_jax.models.rounding import changed_share
-from grpo_jax.models.sharding import AXES, BATCH, laid_out, mesh_sizes, spread
-from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.worker import one_line
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.rounding import changed_share
+from grpo_jax.models.params.sharding import laid_out
+from grpo_jax.models.params.tree import Adapted, check_full_precision
+from grpo_jax.models.rows.geometry import PromptTokens, Rows
+from grpo_jax.models.rows.pieces import Microbatches, Pieces, take
 
 Array = Any  # jax.Array on a device, np.ndarray on the host
 
@@ -47,15 +42,6 @@ class TrainState(NamedTuple):
     skipped: Array  # int32, optimizer steps skipped in a row because gradients were not finite
     extras: dict[str, Any]  # values that hooks update: "reference" and "kl_coef"
     source: Any = ()  # the state of the source of rollouts, arrays [N, ...]
-
-
-class TargetOutputs(NamedTuple):
-    """Outputs of a model that the policy should match. A field is None if the loss does not need it."""
-
-    logprobs: Array = None  # [N, G, T], log-probabilities of the sampled tokens
-    hidden: Array = None  # [N, G, T, E], hidden states
-    ids: Array = None  # int32 [N, G, T, K], the likeliest tokens
-    logits: Array = None  # [N, G, T, K + 1], logits of these tokens, and one for all other tokens together
 
 
 class Batch(NamedTuple):
@@ -81,7 +67,7 @@ class Batch(NamedTuple):
     old_entropy: Array = None  # [N, G, T], in nats
     old_values: Array = None  # [N, G, T], values of a critic before the updates
     end_values: Array = None  # [N, G, 1], its values after the last token
-    target: TargetOutputs | None = None  # outputs of another model, with which terms compare the policy
+    target: Any = None  # outputs of another model, with which terms compare the policy
     # ---- from the rewards
     advantages: Array = None  # [N, G], or [N, G, T]
     returns: Array = None  # [N, G, T], the targets of a critic
@@ -194,7 +180,7 @@ def _sums_and_maxima(result: Any) -> tuple[tuple[Params, jax.Array, Metrics], Ma
     return (laid_out(grads), loss, logs.means), logs.maxima
 
 
-# ---- the optimizer and its state
+# ---- the initial state
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -207,241 +193,3 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
         raise UsageError("these parameters have adapters: train the first of models.params.split(params)")
     check_full_precision(params, "they are frozen, so train adapters on them (lora.add_adapters)")
     return TrainState(params, optimizer.init(params), jnp.int32(0), {})
-
-
-def learning_rate_schedule(options: AdamWConfig, total_steps: int) -> optax.Schedule:
-    """Returns a schedule with linear warm-up to the peak, then a constant rate or a decay to 0.
-
-    Args:
-      options: The peak, the warm-up and the kind of decay.
-      total_steps: The number of optimizer steps after which the decay ends.
-
-    Returns:
-      A function from the number of optimizer steps taken to the learning rate of the next step.
-    """
-    learning_rate, warmup_steps = options.learning_rate, options.warmup_steps
-    falling = max(total_steps - warmup_steps, 1)
-    after: optax.Schedule = {
-        "none": optax.constant_schedule(learning_rate),
-        "linear": optax.linear_schedule(learning_rate, 0.0, falling),
-        "cosine": optax.cosine_decay_schedule(learning_rate, falling),
-    }[options.decay]
-    rising = optax.linear_schedule(0.0, learning_rate, warmup_steps)
-    return optax.join_schedules([rising, after], [warmup_steps]) if warmup_steps else after
-
-
-def make_optimizer(
-    learning_rate: float | optax.Schedule,
-    *,
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 1.0,
-    adam_epsilon: float = 1e-8,
-    optimizer: Any = "adamw",
-) -> optax.GradientTransformation:
-    """Makes AdamW (1711.05101) or Muon, with gradients clipped by their global norm, or your own optimizer.
-
-    Muon (2502.16982) is `optax.contrib.muon` with updates as large as those of AdamW. It trains the matrices of
-    `muon_matrices`. Everything else has AdamW with Nesterov momentum, and no weight decay.
-
-    Args:
-      learning_rate: A learning rate, or a schedule.
-      weight_decay: Weight decay of matrices. Default: 0. It does not apply to norms and biases, as in transformers and
-        TRL, nor to attention sinks, decay rates of delta nets, and routers of experts, which may be frozen.
-      max_grad_norm: The norm above which a gradient is scaled down. Default: 1.
-      adam_epsilon: The constant ε of a step m / (√v + ε). Default: 1e-8.
-      optimizer: "adamw", "muon", or your own, which reads no other options: an optax transformation, a function from
-        the schedule to one, or a text such as file.py:name. Default: "adamw".
-
-    Raises:
-      UsageError: There is no such optimizer.
-    """
-    own = load_optimizer(optimizer)
-    if own == "adamw":
-        adamw = optax.adamw(learning_rate, eps=adam_epsilon, weight_decay=weight_decay, mask=has_weight_decay)
-        return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
-    if own == "muon":
-        make = partial(optax.contrib.muon, consistent_rms=0.2, muon_weight_dimension_numbers=muon_matrices)
-        muon = make(learning_rate, eps=adam_epsilon, weight_decay=weight_decay)
-        return optax.chain(optax.clip_by_global_norm(max_grad_norm), muon)
-    if callable(own):
-        try:
-            own = own(learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate))
-        except Exception as error:  # a user's function may raise any type of error
-            raise UsageError(f"the optimizer {optimizer!r} must take a schedule, but: {one_line(error)}") from error
-    if not isinstance(own, optax.GradientTransformation):
-        raise UsageError(f"the optimizer {optimizer!r} must return an optax transformation: it is {own!r}")
-    # It may count no steps, or several things. The factor 1 changes nothing, and its count comes first.
-    return optax.chain(optax.scale_by_schedule(lambda count: 1.0), own)
-
-
-def has_weight_decay(params: Params) -> Any:
-    """Returns for each parameter if weight decay applies: only to matrices, and not to routers."""
-
-    def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
-        names = {getattr(key, "key", None) for key in path[-2:]}
-        return not names & {"scale", "offset", "bias", "sinks", "log_rate", "router"}
-
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
-
-
-def muon_matrices(params: Params) -> Any:
-    """Returns for each parameter the axes of its matrix, for Muon, or None if AdamW trains it.
-
-    Each projection of each layer and expert is a matrix from its inputs to its outputs, of all heads. So are its
-    adapters A and B, each by itself. Embeddings, heads, routers, norms, biases and all others have None.
-
-    Raises:
-      UsageError: No parameter is such a matrix, as in a model of another library.
-    """
-
-    def axes(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers | None:
-        module, leaf = [None, None, *(getattr(key, "key", None) for key in path)][-2:]
-        if module not in PROJECTIONS or leaf not in ("kernel", "a", "b"):
-            return None
-        inputs, outputs, *_ = PROJECTIONS[module]
-        num_inputs, num_outputs = 1 if leaf == "b" else len(inputs), 1 if leaf == "a" else len(outputs)
-        places = tuple(range(-num_inputs - num_outputs, 0))
-        return optax.contrib.MuonDimensionNumbers(places[:num_inputs], places[num_inputs:])
-
-    matrices = jax.tree_util.tree_map_with_path(axes, params)
-    if not jax.tree.leaves(matrices) and any(x.ndim > 1 for x in jax.tree.leaves(params)):
-        raise UsageError("muon finds no projections of our decoders in this model: make one with optax.contrib.muon")
-    return matrices
-
-
-def logged_rate(options: AdamWConfig, schedule: optax.Schedule, state: TrainState) -> dict[str, jax.Array]:
-    """Returns the learning rate of the next step, to log. An optimizer that is a transformation hides its own."""
-    is_transformation = isinstance(load_optimizer(options.optimizer), tuple)
-    return {} if is_transformation else {"learning_rate": jnp.asarray(schedule(steps_taken(state)))}
-
-
-def steps_taken(state: TrainState) -> jax.Array:
-    """Returns the number of optimizer steps that changed the parameters, without skipped steps."""
-    return optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
-
-
-# ---- scores of tokens: forward passes of models over completions
-
-
-def score_completion_tokens(
-    policy: Policy, params: Params, batch: Batch, states: TokenStates | None = None
-) -> F.TokenLogprobs:
-    """Computes log-probabilities and entropies of completion tokens, after the sampler's temperature, `[N, G, T]`.
-
-    They are normalised over the tokens of `batch.support_ids`, or without these over the whole vocabulary.
-
-    Args:
-      policy: The functions of the model.
-      params: The parameters of the model.
-      batch: The batch of completions, or a piece of it. Tokens that are not in the piece get 0.
-      states: The result of `states_of`. Default: it is computed.
-    """
-    states = states or states_of(policy, params, batch)
-    arrays = batch.completion_ids, batch.temperature, batch.support_ids
-    return states.map(partial(_token_logprobs, policy, params), *arrays)
-
-
-def states_of(policy: Policy, params: Params, batch: Batch) -> TokenStates:
-    """Computes the states of a model that predict the completion tokens of a batch, or of a piece of it."""
-    rows = batch.layout or rows_of_groups(batch.prompt, batch.completion_ids)
-    return policy.predict(params, rows)
-
-
-def _token_logprobs(
-    policy: Policy,
-    params: Params,
-    hidden: jax.Array,
-    ids: jax.Array,
-    temperature: jax.Array,
-    support_ids: jax.Array | None,
-) -> F.TokenLogprobs:
-    """Computes `token_logprobs`, or `support_logprobs`. On a mesh tokens are sharded over all devices, including the
-    tensor axis."""
-    unembedding, softcap = policy.unembedding and policy.unembedding(params), policy.softcap
-
-    def scored(hidden, ids, temperature, support_ids):
-        if support_ids is None:
-            return F.token_logprobs(hidden, unembedding, ids, temperature=temperature, softcap=softcap)
-        return F.support_logprobs(hidden, unembedding, ids, support_ids, temperature=temperature, softcap=softcap)
-
-    if mesh_sizes() is None:
-        return scored(hidden, ids, temperature, support_ids)
-    arrays = hidden, ids, jnp.broadcast_to(temperature, ids.shape), support_ids
-    rows = spread(jax.tree.map(lambda x: x.reshape(ids.size, *x.shape[ids.ndim :]), arrays), AXES)
-    scores = spread(scored(*rows), AXES)
-    return spread(jax.tree.map(lambda x: x.reshape(ids.shape), scores), BATCH)
-
-
-# ---- compared with another model
-
-# The last layer, from hidden states to logits: the unembedding `[V, D]`, and the softcap of `Policy`.
-Head = tuple[jax.Array, float | None]
-
-
-def check_top_k(divergence: Divergence, vocab_size: int) -> None:
-    """Checks that `distillation_top_k` is below the number of tokens.
-
-    Raises:
-      UsageError: It is too large.
-    """
-    if divergence.top_k >= vocab_size:
-        raise UsageError(
-            f"distillation_top_k is {divergence.top_k}, but the model has {vocab_size} tokens: set it below that, or "
-            "to 0 for all"
-        )
-
-
-def outputs_of_states(
-    divergence: Divergence, head: Head, hidden: jax.Array, temperature: jax.Array | float, *, vocab_size: int
-) -> TargetOutputs:
-    """Returns the outputs of the other model that `token_divergence` needs: hidden states, or the likeliest tokens.
-
-    Args:
-      divergence: The divergence.
-      head: The last layer of the other model.
-      hidden: Its hidden states, `[..., T, E]`.
-      temperature: The sampling temperature, which broadcasts against `[..., T]`.
-      vocab_size: The number of tokens of the policy. Further tokens of the other model are excluded from its top k.
-    """
-    if not divergence.top_k:
-        return TargetOutputs(hidden=hidden)
-    unembedding, softcap = head[0][:vocab_size], head[1]
-    ids = F.top_tokens(hidden, unembedding, divergence.top_k)
-    logits = F.bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=softcap)
-    return TargetOutputs(ids=ids, logits=logits)
-
-
-def token_divergence(
-    divergence: Divergence,
-    heads: tuple[Head, Head],
-    hidden: jax.Array,
-    outputs: TargetOutputs,
-    temperature: jax.Array | float,
-) -> jax.Array:
-    """Returns the divergence of a policy from another model at each token.
-
-    Tokens that only one model has, such as padding of embeddings, are excluded from both distributions. If the policy
-    samples a padding token that the other model lacks, the other model embeds its own last token instead.
-
-    Args:
-      divergence: The divergence.
-      heads: The last layers of the policy and of the other model.
-      hidden: The hidden states of the policy, `[..., T, D]`.
-      outputs: The outputs of the other model, as returned by `outputs_of_states`.
-      temperature: The sampling temperature, applied to both models. It broadcasts against `[..., T]`.
-
-    Returns:
-      The divergence of each token, `[..., T]`, in nats.
-    """
-    (own, softcap), (other, ref_softcap) = heads
-    (kind, top_k, beta), size = divergence, min(len(own), len(other))
-    common: Any = {"temperature": temperature, "softcap": softcap}
-    if top_k:
-        logits = F.bucket_logits(hidden, own[:size], outputs.ids, **common)
-        if kind == "jsd":
-            return F.jsd_full(logits, outputs.logits, beta=beta)
-        return F.kl_full(logits, outputs.logits, reverse=kind == "forward_kl")
-    states = hidden, own[:size], outputs.hidden, other[:size]
-    if kind == "jsd":
-        return F.token_jsd(*states, beta=beta, ref_softcap=ref_softcap, **common)
-    return F.token_kl(*states, reverse=kind == "forward_kl", ref_softcap=ref_softcap, **common)

@@ -6,7 +6,7 @@ from tiny import digit_task, says_three
 
 from grpo_jax.models.policy import Policy
 from grpo_jax.rl.programs import make_programs
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 V, D = 8, 5  # tokens, width
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import jax.numpy as jnp
 from tiny import GOLDEN, random_params
 
+from experiments.new_models import save_new_model
 from experiments.tasks.characters import Characters
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import save_pretrained
 
 TEXT = Characters("0123456789+= abcdefg")
 USER_CODE = '''
@@ -77,5 +77,5 @@ def write_model(folder: Path, *, hidden: int) -> None:
     # Feature 0 is nearly constant, and makes EOS likely, so that turns end.
     embedding = params["embedding"].at[:, 0].set(3)
     unembedding = params["unembedding"].at[:, 0].set(4 * (jnp.arange(TEXT.vocab_size) == TEXT.eos_id))
-    save_pretrained(folder, params | {"embedding": embedding, "unembedding": unembedding}, config)
+    save_new_model(folder, params | {"embedding": embedding, "unembedding": unembedding}, config)
     TEXT.save_tokenizer(folder)

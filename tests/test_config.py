@@ -17,13 +17,12 @@ import pytest
 from tiny import GOLDEN, refused
 
 from grpo_jax import config as configs, options as grpo_options
-from grpo_jax.commands import dpo, kto, reward_model, sft
+from grpo_jax.commands import dpo, flags, kto, reward_model, sft
 from grpo_jax.commands.train import METHODS, module_of
 from grpo_jax.config import validate
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
-from grpo_jax.runs import flags
 from grpo_jax.runs.folder import differing_options, run_digest
 from grpo_jax.tasks.options import TaskOptions
 
@@ -145,7 +144,7 @@ def test_names_of_options_are_unique(config):
 
 def test_options_are_replaced_in_whichever_group_they_are():
     config = configs.with_options(configs.PPO, steps=3, top_k=5, kl_target=6.0, epochs=2, eval_every=1, critic="shared")
-    assert (config.steps, config.sampling.top_k, config.reference.kl_target) == (3, 5, 6.0)
+    assert (config.steps, config.sampling.top_k, config.loss.kl_target) == (3, 5, 6.0)
     assert (config.optimizer.epochs, config.logging.eval_every) == (2, 1)
     assert config.critic == configs.CriticConfig(critic="shared")
     assert (
@@ -200,7 +199,7 @@ def test_names_of_trl_are_options_or_in_the_table():
     table = grpo_options.COUNTERPARTS.keys() | grpo_options.DIFFERENCES.keys()
     for name in {*OF_TRL.split()} - known - table:  # a name that is nearly the same
         assert grpo_options.suggestion(name, known).startswith("is it "), name
-    assert table & known == {"beta"}  # of dpo and kto
+    assert table & known == {"beta", "microbatches"}  # of dpo and kto, and of all methods on data
     assert {name for names in grpo_options.COUNTERPARTS.values() for name in names.split()} <= known
     for name in table:
         for options in methods.values():
@@ -215,10 +214,19 @@ def test_the_page_has_the_rates_that_runs_are_compared_with():
     (table,) = re.findall(r"## Learning rate by size\n(.*?)\n## ", page, re.DOTALL)
     cells = re.findall(r"^\| (up to .*? million|more) \| (\S+).*? \| (.*?) \|", table, re.MULTILINE)
     numbers = [(words, float(full), None if lora == "not tried" else float(lora)) for words, full, lora in cells]
-    sizes = [
-        "more" if math.isinf(row.most_params) else f"up to {row.most_params / 1e6:.0f} million" for row in configs.RATES
-    ]
-    assert numbers == [(size, row.full, row.lora) for size, row in zip(sizes, configs.RATES, strict=True)]
+    sizes = ["more" if math.isinf(most) else f"up to {most / 1e6:.0f} million" for most in configs.RATES]
+    assert numbers == [(size, *rates) for size, rates in zip(sizes, configs.RATES.values(), strict=True)]
+
+
+def test_runs_of_earlier_versions_keep_options_that_are_gone_unless_they_were_used():
+    now = json.loads(json.dumps(dataclasses.asdict(configs.recipe())))
+    old = now | {"reference": {"kl_horizon": 10_000}, "optimizer": now["optimizer"] | {"microbatches": 0}}
+    assert grpo_options.from_json(configs.recipe(), old) == configs.recipe()
+    assert differing_options(old, now) == []
+    for name, value in (("kl_horizon", 64), ("microbatches", 4)):
+        assert differing_options(now | {name: value}, now) == [name]
+        with refused(f"there is no option {name}"):
+            grpo_options.from_json(configs.recipe(), now | {name: value})
 
 
 def test_methods_have_one_default_unless_the_page_says_why():

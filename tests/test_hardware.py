@@ -13,10 +13,10 @@ from grpo_jax import devices
 from grpo_jax.config import recipe
 from grpo_jax.devices import memory_limit, peak_flops, peak_memory_mb, update_flops
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import param_shapes
+from grpo_jax.models.params.quantised import quantise_params
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.transformer import param_shapes
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl import interaction, source
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.scorers import score_rollout
@@ -26,7 +26,8 @@ from grpo_jax.step import init_state
 
 MODEL = ModelConfig(32, 16, 24, 2, 2, 1, 8, dtype="bfloat16", remat="layer")
 N, G, P, T = 4, 2, 5, 6
-SIZES = {"num_prompts": N, "group_size": G, "max_tokens": T, "minibatches": 2, "microbatches": 2}
+SIZES = {"num_prompts": N, "group_size": G, "max_tokens": T, "minibatches": 2}
+SIZES |= {"piece_tokens": P + G * T - 1}  # a prompt in each piece
 LIMITS = {"top_k": 10, "top_p": 0.9, "min_p": 0.01}
 CONFIG = recipe(**SIZES, **LIMITS, warmup_steps=2, weight_decay=0.1)
 POLICY, TASK = decoder_policy(MODEL), task_of_tokens((3, 4), 0, MODEL.vocab_size)

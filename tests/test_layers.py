@@ -10,9 +10,22 @@ from faults import load_faults
 ROOT = Path(__file__).parents[1]
 # From the bottom layer up. A name is a folder or a module of grpo_jax, or the folder of experiments or claims.
 ORDER = (
-    *("interrupt", "errors", "functional", "options", "models", "sampling", "statistics", "data", "rewards", "tasks"),
-    *("presets", "config", "hosts", "devices", "step", "offline", "rl", "planning", "engines", "runs"),
-    *("prepare", "training", "trainer", "commands", "__main__", "experiments", "claims"),
+    *("errors", "functional", "options", "models", "sampling", "statistics", "data", "rewards", "tasks"),
+    *(
+        "presets",
+        "config",
+        "hosts",
+        "devices",
+        "optimizer",
+        "step",
+        "scoring",
+        "offline",
+        "rl",
+        "planning",
+        "engines",
+        "runs",
+    ),
+    *("report", "training", "commands", "__main__", "experiments", "claims"),
 )
 FILES = sorted(file for folder in ("grpo_jax", "experiments", "claims") for file in (ROOT / folder).rglob("*.py"))
 

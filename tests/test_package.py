@@ -108,7 +108,7 @@ def test_public_names_are_never_modules_and_load_no_jax_before(order):
 
 def test_the_page_of_a_run_is_packaged():
     package_data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert "*.html" in package_data["grpo_jax.runs"]
+    assert "*.html" in package_data["grpo_jax"]
 
 
 def test_commands_do_not_load_unused_features():
@@ -123,7 +123,7 @@ def test_commands_do_not_load_unused_features():
     )
     loaded = python("-c", "import sys, grpo_jax.commands.grpo; print(*sys.modules)").stdout.split()
     assert not [name for name in loaded if name.startswith(tuple(f"grpo_jax.{part}" for part in features))]
-    assert "grpo_jax.prepare" in loaded
+    assert "grpo_jax.training.prepare" in loaded
 
 
 USER = '''

@@ -14,7 +14,7 @@ from grpo_jax.rl.grade import decode_groups, grade_completions, readable
 from grpo_jax.rl.source import to_batch
 from grpo_jax.rl.types import Rollout
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.step import score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
 from grpo_jax.tasks.task import Task
 
 TEXT = Characters("abc")

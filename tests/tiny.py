@@ -14,17 +14,17 @@ import numpy as np
 import optax
 import pytest
 
+from experiments.new_models import save_new_model
 from grpo_jax.data.prompts import Prompts, pad_prompts
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.families import config_from_huggingface
-from grpo_jax.models.geometry import PromptTokens, rows_of_texts
-from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.models.lora import TARGETS, add_adapters
-from grpo_jax.models.params import Adapted
+from grpo_jax.models.files.families import config_from_huggingface
+from grpo_jax.models.files.weights import load_params, read_json
+from grpo_jax.models.params.lora import TARGETS, add_adapters
+from grpo_jax.models.params.tree import Adapted
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.weights import load_params, read_json
+from grpo_jax.models.rows.geometry import PromptTokens, rows_of_texts
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.sampling.stopping import Stop, TokenBytes, make_stop
 from grpo_jax.tasks.task import Task
@@ -110,10 +110,10 @@ def states_of_texts(policy: Policy, params: Any, ids: Any, texts: Any) -> jax.Ar
 
 
 def sampler_of(policy: Policy, **options: Any) -> Callable[..., Completions]:
-    """Returns a compiled sampler: (params, prompt, rows, key, temperature, truncation) -> outputs."""
+    """Returns a compiled sampler: (params, prompt, rows, key, temperature, limits) -> outputs."""
 
-    def sample(params, prompt, rows, key, temperature=1.0, truncation=None):
-        limits = {"temperature": temperature, "truncation": truncation}
+    def sample(params, prompt, rows, key, temperature=1.0, limits=None):
+        limits = {"temperature": temperature, "limits": limits}
         return sample_groups(policy, params, prompt, rows, key, **limits, **options)
 
     return jax.jit(sample)
@@ -256,7 +256,7 @@ def recorder(updates: int, rate: float = 0.1, step=None) -> optax.GradientTransf
 def save_tiny_model(folder: Path, text: Any, **changes: Any) -> Path:
     """Saves a random model of one layer and a tokenizer of characters, and returns the folder. `changes` are fields."""
     config = tiny_config(**{"vocab_size": text.vocab_size} | changes)
-    save_pretrained(folder, random_params(config), config)
+    save_new_model(folder, random_params(config), config)
     text.save_tokenizer(folder)
     return folder
 

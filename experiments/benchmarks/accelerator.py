@@ -34,10 +34,10 @@ from rich.table import Table
 
 from experiments import timing
 from experiments.benchmarks.shapes import SHAPES, Shape
+from experiments.new_models import save_new_model
 from experiments.planning.models import MODELS
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.models.transformer import param_shapes
+from grpo_jax.models.decoder.transformer import param_shapes
 
 ShapeName = Literal["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen2.5-7b-lora", "tiny"]
 LORA = ("--lora-rank", "16", "--param-dtype", "bfloat16")
@@ -147,7 +147,7 @@ def write_inputs(folder: Path, shape: Shape) -> None:
 
     # With such small weights, all tokens are almost equally likely.
     model = replace(shape.model, max_position_embeddings=shape.prompt + shape.completion)
-    save_pretrained(folder / "model", random_params(model), model)
+    save_new_model(folder / "model", random_params(model), model)
     words = ["<pad>", "</s>", *(f"t{number}" for number in range(2, model.vocab_size))]
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))

@@ -26,13 +26,13 @@ from experiments.benchmarks.race.races import RACES, race_config, race_task
 from experiments.benchmarks.shapes import Shape, cost_of
 from grpo_jax.config import ModelOptions
 from grpo_jax.models.config import Dtype
-from grpo_jax.models.params import split
-from grpo_jax.models.pieces import choose_pieces
-from grpo_jax.prepare import Prepared, RunOptions, load_models, prepare
+from grpo_jax.models.params.tree import split
+from grpo_jax.models.rows.pieces import choose_pieces
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import noise_of
 from grpo_jax.rl.update import loss_of, with_fixed_reference
 from grpo_jax.step import TrainState, accumulate_grads
+from grpo_jax.training.prepare import Prepared, RunOptions, load_models, prepare
 
 ROWS, INNER, COLUMNS = 8192, 512, 2048  # of the matrix products
 PASSES = {"sample": 1, "score": 1, "forward": 1, "forward and backward": 3}  # operations in forward passes
@@ -76,7 +76,7 @@ def measure(prepared: Prepared[RunOptions], repeats: int) -> tuple[dict[str, lis
     state, prompt = programs.initial_state(trained), jax.tree.map(jnp.asarray, prepared.task.prompts(0).tokens)
     numbers, temperature = jnp.asarray(completion_numbers(run.sampling)), jnp.asarray(group_temperatures(run.sampling))
     others = frozen, state.extras
-    sizes: Any = {"microbatches": run.optimizer.microbatches, "piece_tokens": run.optimizer.piece_tokens}
+    sizes: Any = {"piece_tokens": run.piece_tokens}
     product, loss = partial(jnp.matmul, preferred_element_type=jnp.float32), partial(loss_of, method)
 
     def update(state: TrainState, grads: Any) -> TrainState:

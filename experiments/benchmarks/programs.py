@@ -1,6 +1,6 @@
 """How fast is each of the three programs of an iteration, as a share of the device's speed?
 
-It runs `sample`, `score` and `learn` as `grpo_jax.training` compiles them, with a decoder with random weights,
+It runs `sample`, `score` and `learn` as `grpo_jax.training.phases` compiles them, with a decoder with random weights,
 completions of full length, a separate reference, and one optimizer step per rollout. Seconds are medians. Operations
 and bytes are the least that the work needs (`shapes.cost_of`); recomputation does not count. They are compared with a
 matrix product and a copy of memory, measured in the same run.
@@ -27,9 +27,9 @@ from experiments.benchmarks.shapes import SHAPES, Shape, ShapeName, cost_of
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.params import split
+from grpo_jax.models.params.tree import split
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.rl.scorers import score_rollout
@@ -53,8 +53,8 @@ class Config:
     """The same option as in a run."""
     remat: Remat = "none"
     """The same option as in a run."""
-    microbatches: int = 0
-    """Pieces of an update; 0: chosen by the library."""
+    piece_tokens: int = 0
+    """Largest number of tokens of a piece of an update; 0: chosen by the library."""
     repeats: int = 3
     """Timed calls of each program, after one that is not."""
     trace: str = ""
@@ -69,7 +69,7 @@ def main(config: Config) -> None:
         num_prompts=shape.num_prompts,
         group_size=shape.group_size,
         max_tokens=shape.completion,
-        microbatches=config.microbatches,
+        piece_tokens=config.piece_tokens,
     )
     flops, bandwidth = matmul_flops(config.dtype), copy_bandwidth()
     cost = cost_of(shape, element=jnp.dtype(config.dtype).itemsize)

@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_jax.functional import token_logprobs
-from grpo_jax.models.cache import KeyValues, cache_keys
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.geometry import PromptTokens, geometry_of_next, rows_of_groups
+from grpo_jax.models.decoder.cache import KeyValues, cache_keys
+from grpo_jax.models.decoder.transformer import Params, compute_next, decoding_layout
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.transformer import Params, compute_next, decoding_layout
+from grpo_jax.models.rows.geometry import PromptTokens, geometry_of_next, rows_of_groups
 from grpo_jax.sampling.sampler import sample_groups
 
 MODEL = ModelConfig(

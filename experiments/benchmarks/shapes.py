@@ -10,7 +10,7 @@ from experiments.planning.models import MODELS
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.types import rng
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import PromptTokens, PromptWidths, choose_widths
+from grpo_jax.models.rows.geometry import PromptTokens, PromptWidths, choose_widths
 
 
 class Shape(NamedTuple):

@@ -2,8 +2,8 @@
 
 The benchmark has a decoder with random weights, completions of full length (except for long-tail), a separate
 reference, one optimizer step per rollout, and float32. TRL's and Tunix's trainers do the same work at the same shapes.
-Each line describes one iteration as `grpo_jax.training` runs it, with text and rewards. The first line includes the
-compilation.
+Each line describes one iteration as `grpo_jax.training.phases` runs it, with text and rewards. The first line includes
+the compilation.
 
 The last line has medians over the iterations from the third to the last but one, the peak memory of the process, and
 the speed of a matrix product for comparison. The last iteration waits for two updates, because the loop reads each
@@ -37,7 +37,7 @@ from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.runs import progress
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 _BEGAN = time.perf_counter() - time.process_time()  # approximately the start of the process
 
@@ -54,8 +54,8 @@ class Config:
     most. The others are for accelerators."""
     steps: int = 9
     """Iterations."""
-    microbatches: int = 0
-    """Pieces of an update; 0: chosen by the library."""
+    piece_tokens: int = 0
+    """Largest number of tokens of a piece of an update; 0: chosen by the library."""
     cache: bool = False
     """Read compiled programs from the cache of the commands."""
 
@@ -71,7 +71,7 @@ def main(config: Config) -> None:
         num_prompts=shape.num_prompts,
         group_size=shape.group_size,
         max_tokens=shape.completion,
-        microbatches=config.microbatches,
+        piece_tokens=config.piece_tokens,
         checkpoint_every=0,
         rollouts_every=0,
     )

@@ -28,8 +28,8 @@ from grpo_jax.config import SamplingConfig, recipe
 from grpo_jax.data.episodes import Key, Reply, Transcript, environment
 from grpo_jax.data.types import Example, rng
 from grpo_jax.devices import ONE_DEVICE, to_devices, to_numpy
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.rl.episodes import EpisodePrograms, episode_programs, play, sample_turns
 from grpo_jax.rl.source import completion_numbers, group_temperatures
 from grpo_jax.rl.types import SAMPLING, noise_of

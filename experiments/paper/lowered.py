@@ -14,12 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import Devices, devices_of, jit_on_devices, num_hosts, sampling_devices, shardings
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.lora import add_adapters
-from grpo_jax.models.params import Quantize, split
+from grpo_jax.models.params.lora import add_adapters
+from grpo_jax.models.params.quantised import quantise_params
+from grpo_jax.models.params.sharding import BATCH
+from grpo_jax.models.params.tree import Quantize, split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.sharding import BATCH
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.ppo import add_critic, critic_policy
 from grpo_jax.rl.programs import Programs, make_method, make_method_programs
 from grpo_jax.rl.scorers import score_rollout
@@ -39,7 +39,7 @@ def lowered(
     quantize: Quantize = "none",
     programs: tuple[str, ...] = ("sample", "score", "learn"),
 ) -> dict[str, jax.stages.Lowered]:
-    """Lowers programs as `grpo_jax.training` compiles them, by name; `score` is missing if the update needs none.
+    """Lowers programs as `training.phases` compiles them, by name; `score` is missing if the update needs none.
 
     With devices that only sample, `sample` is that of one host.
 

@@ -1,18 +1,18 @@
 """Exchanges of the devices of a mesh in an iteration, by formula.
 
-Written down from what `models.sharding` says of each array, and held against the collectives of compiled programs
-(tests/experiments/test_traffic.py). Letters as in `models.transformer`; a are the tokens of a piece on one device,
-D their features, B bytes of an activation.
+Written down from what `models.params.sharding` says of each array, and held against the collectives of compiled
+programs (tests/experiments/test_traffic.py). Letters as in `models.decoder.transformer`; a are the tokens of a piece on
+one device, D their features, B bytes of an activation.
 """
 
 from typing import Literal, NamedTuple
 
 import jax
 
-from grpo_jax.models import sharding
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.params import is_quantised
-from grpo_jax.models.transformer import param_shapes
+from grpo_jax.models.decoder.transformer import param_shapes
+from grpo_jax.models.params import sharding
+from grpo_jax.models.params.tree import is_quantised
 from grpo_jax.planning.memory import (
     BYTES,
     FLOAT32,

@@ -24,9 +24,9 @@ from grpo_jax.data.types import Completion, Component, Example, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models.chat import Chat
-from grpo_jax.models.params import join, split
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import join, split
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.offline.pairs import PairBatch, pad_pairs, reward_model_objective
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rewards.learned import RewardModel, reward_function
@@ -37,7 +37,7 @@ from grpo_jax.rl.types import LABELLING, noise_of
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.step import TrainState
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import fit, train
+from grpo_jax.training.phases import fit, train
 
 # (examples, first completions, second completions) -> whether the first is better; None: the judge does not choose
 PairJudge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completion]], Sequence[bool | None]]
@@ -87,8 +87,8 @@ def train_online(
       online: The configuration of the rounds.
       run: The folder of the run.
       phase: The name of the policy's phase; phases of the reward model append "_reward_" and the round's number.
-      programs: The compiled programs, as in `training.train`.
-      evaluate: (reward model of the round, parameters of the policy, step) -> numbers to log, as in `training.train`.
+      programs: The compiled programs, as in `training.phases.train`.
+      evaluate: (reward model of the round, parameters of the policy, step) -> numbers to log, as in `train`.
 
     Returns:
       The final state of the policy, and the last reward model.

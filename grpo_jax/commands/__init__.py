@@ -24,8 +24,8 @@ COMMANDS = {
         "grpo_jax.commands.evaluate",
         "greedy, avg@n, pass@k and maj@n of a model or of a run, with 95% intervals",
     ),
-    "export": ("grpo_jax.runs.export", "a run's checkpoint as a folder in Hugging Face format"),
-    "report": ("grpo_jax.runs.report", "a run as a page that opens from disk"),
+    "export": ("grpo_jax.commands.export", "a run's checkpoint as a folder in Hugging Face format"),
+    "report": ("grpo_jax.commands.report", "a run as a page that opens from disk"),
 }
 
 

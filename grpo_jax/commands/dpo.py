@@ -69,13 +69,13 @@ class Config(PairOptions):
     """Pairs of a step (N)."""
 
 
-def prepare(config: Config) -> Job:
+def make_dpo_job(config: Config) -> Job:
     """Reads the pairs and loads the model.
 
     Raises:
       UsageError: One sentence that says what to change.
     """
-    loss = loss_of(config)
+    loss = choose_loss(config)
 
     def make(model: Pretrained, training: EncodedPairs, heldout: EncodedPairs) -> dict[str, Any]:
         policy = decoder_policy(model.config)
@@ -96,10 +96,10 @@ def prepare(config: Config) -> Job:
     )
 
 
-main = partial(run_method, prepare)
+main = partial(run_method, make_dpo_job)
 
 
-def loss_of(config: Config) -> PairLoss:
+def choose_loss(config: Config) -> PairLoss:
     """Returns the loss with its constants.
 
     Raises:

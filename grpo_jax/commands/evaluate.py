@@ -16,6 +16,7 @@ import dataclasses
 import json
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +24,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from grpo_jax.commands import flags
 from grpo_jax.commands.model_and_task import (
     SamplingOptions,
-    check_subject,
+    check_options,
+    has_own_task,
     open_model_and_task,
     read_command_line,
     run_command,
+    saved_options,
     warn,
 )
 from grpo_jax.config import EngineOptions, GRPOConfig
@@ -37,16 +41,15 @@ from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Size
-from grpo_jax.prepare import make_engine_sampler
 from grpo_jax.rl.evaluate import Evaluation, evaluate, num_heldout_calls, sample_heldout, summary
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.source import make_sampler
-from grpo_jax.runs import flags
 from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import read_inputs
 from grpo_jax.runs.progress import RunConsole, watched
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task
+from grpo_jax.training.prepare import make_engine_sampler
 
 _MAX_GROUP = 16  # the most completions of a prompt to sample at once, which bounds the memory
 _GROUP_SIZE = 8  # training's usual group size, for which the deadlines of rewards are meant
@@ -66,19 +69,18 @@ class Options(SamplingOptions, EngineOptions):
     """Folder for numbers.json, with every option and the checkpoint's step, and completions.jsonl."""
 
 
-def parse(args: list[str] | None = None) -> Options:
-    """Reads the command line. If MODEL is the folder of a run, the run's options are the defaults."""
-    return read_command_line(Options, __doc__, args)
+parse = partial(read_command_line, Options, __doc__)
 
 
 def main(options: Options) -> None:
-    """Samples completions, scores them, and prints a table."""
+    """Samples completions, grades them, and prints a table."""
     started, console = time.perf_counter(), RunConsole()
     out = options.out and user_path(options.out)
     shape = {"num_prompts": options.num_prompts, "eval_samples": options.samples}
     shape["group_size"] = _group_size(options.samples + 1)
-    options, subject = check_subject(dataclasses.replace(options, out=out), needs_reward=True, **shape)
-    saved, same_task, config = subject
+    options, config = check_options(dataclasses.replace(options, out=out), needs_reward=True, **shape)
+    saved = saved_options(options.model)
+    same_task = has_own_task(options, saved)
     if options.heldout and not same_task:
         raise UsageError("--heldout is for training: name the rows to evaluate with --task")
     if out and out.exists() and not out.is_dir():
@@ -86,7 +88,7 @@ def main(options: Options) -> None:
     if out:
         make_folder(out)  # before the evaluation, which may take long
     group_size = saved.get("group_size", _GROUP_SIZE)
-    opened = open_model_and_task(options, subject, num_prompts=1, group_size=group_size, seed=0, training=same_task)
+    opened = open_model_and_task(options, config, num_prompts=1, group_size=group_size, seed=0, training=same_task)
     with opened as (pretrained, step, task, notes):
         inputs = read_inputs(Path(options.model)).get(options.phase or "", {}) if same_task else {}
         if same_task and inputs.get("held-out prompts") != hash_prompts(task.heldout):
@@ -136,10 +138,10 @@ def show(console: Console, numbers: dict[str, float], title: str) -> None:
 def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: Evaluation, task: Task) -> None:
     """Writes numbers.json, and completions.jsonl with one line for each prompt.
 
-    The last completion of a prompt is the greedy one. Ungraded completions have null as their score.
+    The last completion of a prompt is the greedy one. Ungraded completions have null as their reward.
     """
     (folder / "numbers.json").unlink(missing_ok=True)  # written last, so that it always belongs to completions.jsonl
-    scores = np.concatenate([evaluation.scores, evaluation.greedy[:, None]], axis=1)
+    scores = np.concatenate([evaluation.rewards, evaluation.greedy[:, None]], axis=1)
     scores = np.where(evaluation.graded, scores, np.nan)
     earned = [[None if np.isnan(score) else score for score in row] for row in scores.tolist()]
     groups = zip(task.heldout.examples, evaluation.texts, earned, evaluation.lengths.tolist(), strict=True)

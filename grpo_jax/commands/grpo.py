@@ -20,12 +20,19 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.commands.train import RUN_DIR, Method
-from grpo_jax.config import EngineOptions, GRPOConfig, recipe, validate
-from grpo_jax.devices import devices_of, parts, sampling_devices
-from grpo_jax.errors import UsageError
+from grpo_jax.config import EngineOptions, GRPOConfig, check_control, recipe, validate
+from grpo_jax.devices import devices_of, num_shards, sampling_devices
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.prepare import (
+from grpo_jax.rl.guards import check_task
+from grpo_jax.runs.files import import_wandb
+from grpo_jax.runs.progress import RunConsole, say
+from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
+from grpo_jax.tasks.task import Task
+from grpo_jax.training.phases import CONTROL, train_with_control
+from grpo_jax.training.prepare import (
     Models,
     RunOptions,
     apply_memory_plan,
@@ -36,13 +43,6 @@ from grpo_jax.prepare import (
     rate_warning,
     try_rewards,
 )
-from grpo_jax.rl.guards import check_task
-from grpo_jax.runs import flags, report
-from grpo_jax.runs.files import import_wandb
-from grpo_jax.runs.progress import RunConsole, say
-from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
-from grpo_jax.tasks.task import Task
-from grpo_jax.training import CONTROL, train_with_control
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ def main(options: Config) -> None:
       UsageError: One sentence that says what to change.
     """
     started, config = time.perf_counter(), options.train
-    validate(config, num_devices=parts(devices_of(config)))  # before a checkpoint is read
+    validate(config, num_devices=num_shards(devices_of(config)))  # before a checkpoint is read
     sampling_devices(config)
     check_task_options(options.task)
     if options.output.wandb:
         import_wandb()  # before the weights are loaded
-    if options.control and config.frozen_models:
-        raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
+    if options.control:
+        check_control(config)
     models = load_models(options.model, config, weights=not options.dry_run)
     with task_of(options, models["policy"]) as task:
         if options.dry_run:
@@ -97,12 +97,12 @@ def show_start(options: Config, models: Models, task: Task) -> None:
     """Prints what a run would begin with: the notes, the memory plan, and the first prompt with its rewards."""
     pretrained, prompts = models["policy"], task.prompts(0)
     check_task(task, options.train)
-    scores = try_rewards(task, prompts.examples[0], pretrained, options.train.sampling.group_size)
+    tries = try_rewards(task, prompts.examples[0], pretrained, options.train.sampling.group_size)
     _, _, plan = apply_memory_plan(options, models, task)
     first = pretrained.tokenizer.decode(prompts.tokens.ids[0][prompts.tokens.mask[0]].tolist())
     lines = [*pretrained.notes, *task.notes, *rate_warning(options, pretrained).values(), str(plan)]
     lines.append(f"the first prompt, as the model reads it: {first!r}")
-    for what, rewards in scores.items():
+    for what, rewards in tries.items():
         lines.append(f"rewards of {what}: {', '.join(f'{name} {value}' for name, value in rewards.items())}")
     say(RunConsole(), "\n".join(lines))
 
@@ -117,5 +117,5 @@ def task_of(options: Config, pretrained: Pretrained) -> AbstractContextManager[T
         group_size=sampling.group_size,
         seed=options.train.seed,
         has_levels=sampling.curriculum > 0,
-        **prompt_options(options.model, sampling, pretrained),
+        **prompt_options(options, sampling, pretrained),
     )

@@ -56,7 +56,7 @@ class Config(PairOptions):
     """Completions of a step (N)."""
 
 
-def prepare(config: Config) -> Job:
+def make_kto_job(config: Config) -> Job:
     """Reads the ratings and loads the model.
 
     Raises:
@@ -77,7 +77,7 @@ def prepare(config: Config) -> Job:
             "objective": kto_objective(policy, loss, estimates_kl=estimates_kl),
             "score": partial(score_pairs, pair_logprobs, policy),
             "evaluate": evaluate,
-            "summary": summary,
+            "summary": summarise_ratings,
             "warnings": rating_warnings(config, training),
         }
 
@@ -92,7 +92,7 @@ def prepare(config: Config) -> Job:
     )
 
 
-main = partial(run_method, prepare)
+main = partial(run_method, make_kto_job)
 
 
 def encode(config: Config, tokenizer: Any, ratings: Sequence[Rating], **options: Any) -> EncodedPairs:
@@ -123,7 +123,7 @@ def rating_warnings(config: Config, ratings: EncodedPairs) -> dict[str, str]:
     return {"ratings": f"all completions to train on are {word}: the method tells good ones from bad ones"}
 
 
-def summary(values: Mapping[str, np.ndarray]) -> dict[str, float]:
+def summarise_ratings(values: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Returns the means of an evaluation, with intervals from resampling completions except for z₀."""
     completion_values = {name: x for name, x in values.items() if name != "kl"}
     return with_intervals(completion_values) | {"kl": float(values["kl"][0])}

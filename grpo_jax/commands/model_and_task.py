@@ -2,38 +2,38 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from grpo_jax.commands import flags
 from grpo_jax.config import CriticConfig, DecodingConfig, GRPOConfig, check_effects, recipe, validate
 from grpo_jax.data.generators import PREFIX
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models.config import Dtype
+from grpo_jax.models.files.weights import read_json
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.policy import resolve_dtype
-from grpo_jax.models.weights import read_json
-from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
-from grpo_jax.prepare import prompt_options, try_rewards
+from grpo_jax.options import Escaped, Size, check_type, flattened, from_json, option_types, options_of
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.rl.interaction import interaction_of
-from grpo_jax.runs import flags
 from grpo_jax.runs.pretrained import Step, load_run, phase_of
 from grpo_jax.runs.progress import use_cache
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
+from grpo_jax.training.prepare import prompt_options, try_rewards
 
 # Options whose defaults come from the run, with any task
 _DECODING = options_of(DecodingConfig()).keys()
-_PROMPTING = ("template", "chat", "system", "chat_template_kwargs")
+_PROMPTING = ("template", "chat", "system", "chat_template_kwargs", "stop")
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ class SamplingOptions(TaskOptions, DecodingConfig):
     """Folder of a model or of a run, or an id on the hub."""
     max_tokens: Size = 256
     """Longest completion, in tokens."""
+    stop: tuple[Escaped, ...] = ()
+    """Texts that end a completion or turn. Rewards read the text before. On the command line `\\n` is a line break,
+    `\\\\` a backslash."""
     max_prompt_tokens: int | None = None
     """Longest prompt, in tokens; None: what max_tokens leaves of the length that the model was trained on."""
     overlong: Overlong = "drop"
@@ -68,11 +71,11 @@ Options = TypeVar("Options", bound=SamplingOptions)
 # ---- the command line
 
 
-def run_command(parse: Callable[[], Options], main: Callable[[Options], None]) -> None:
+def run_command(read: Callable[[], Options], main: Callable[[Options], None]) -> None:
     """Reads the command line and runs a command."""
     try:
         with flags.refusing():
-            options = parse()
+            options = read()
             if options.compilation_cache:
                 use_cache()
             main(options)
@@ -81,7 +84,7 @@ def run_command(parse: Callable[[], Options], main: Callable[[Options], None]) -
 
 
 def read_command_line(
-    options_class: type[Options], description: str | None, args: list[str] | None, *, of_run: Iterable[str] = ()
+    options_class: type[Options], description: str | None, args: list[str] | None = None, *, of_run: Iterable[str] = ()
 ) -> Options:
     """Reads the command line. If MODEL is the folder of a run, the run's options are the defaults.
 
@@ -139,24 +142,13 @@ def saved_options(model: str) -> dict[str, Any]:
 # ---- opening
 
 
-class Subject(NamedTuple):
-    """The model that a command samples from, before it is loaded."""
-
-    saved: dict[str, Any]  # the options of its run, by name; empty if it is no run's
-    same_task: bool  # the task is the run's own
-    config: GRPOConfig  # of the sampler
+def has_own_task(options: SamplingOptions, saved: Mapping[str, Any]) -> bool:
+    """Returns whether the task that options name is that of a run with these saved options."""
+    named = [(getattr(options, name), saved.get(name, "")) for name in ("task", "data")]
+    return "task" in saved and all(same_rows(*pair) for pair in named)
 
 
-class Opened(NamedTuple):
-    """A model with its task."""
-
-    pretrained: Pretrained
-    step: int | None  # of the run's checkpoint; None: the model is no run's
-    task: Task
-    notes: list[str]  # facts about the model and the prompts, for the user
-
-
-def check_subject(options: Options, *, needs_reward: bool = True, **shape: Any) -> tuple[Options, Subject]:
+def check_options(options: Options, *, needs_reward: bool = True, **shape: Any) -> tuple[Options, GRPOConfig]:
     """Checks options before anything is loaded.
 
     Args:
@@ -165,7 +157,7 @@ def check_subject(options: Options, *, needs_reward: bool = True, **shape: Any) 
       shape: Further options of the sampler: num_prompts, group_size and others.
 
     Returns:
-      The options with the model's path and phase, and the subject that they name.
+      The options with the model's path and phase, and the configuration of the sampler.
 
     Raises:
       UsageError: The options are invalid. The message is one sentence that says what to change.
@@ -184,44 +176,47 @@ def check_subject(options: Options, *, needs_reward: bool = True, **shape: Any) 
         raise UsageError(f"--phase and --step choose a checkpoint, and {folder} is no run: leave them out")
     if saved and options.dtype not in ("auto", saved.get("dtype", "float32")):
         raise UsageError(f"the run keeps its dtype {saved.get('dtype', 'float32')}: leave out --dtype")
-    named = [(getattr(options, name), saved.get(name, "")) for name in ("task", "data")]
-    same_task = "task" in saved and all(same_rows(*pair) for pair in named)
-    if same_task and options.num_heldout != saved.get("num_heldout"):
+    if has_own_task(options, saved) and options.num_heldout != saved.get("num_heldout"):
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
     config = recipe(seed=options.seed, **{name: getattr(options, name) for name in _DECODING}, **shape)
     validate(config)
     check_task_options(options, needs_reward=needs_reward)
     if saved:
         options = dataclasses.replace(options, phase=phase_of(folder, options.phase))
-    return options, Subject(saved, same_task, config)
+    return options, config
 
 
 @contextmanager
-def open_model_and_task(options: SamplingOptions, subject: Subject, **task_options: Any) -> Iterator[Opened]:
+def open_model_and_task(
+    options: SamplingOptions, config: GRPOConfig, **task_options: Any
+) -> Iterator[tuple[Pretrained, int | None, Task, list[str]]]:
     """Loads a model, or the model of a run, and opens its task. The task's rewards end with the block.
 
     Args:
       options: The checked options of the command.
-      subject: The subject that they name.
+      config: The configuration of the sampler.
       task_options: Further arguments of `open_task`: num_prompts, group_size, seed and training.
+
+    Yields:
+      The model; the step of the run's checkpoint, or None; the task; and facts about model and prompts for the user.
 
     Raises:
       UsageError: Model and task cannot be opened or do not work together, or every reward fails.
     """
-    pretrained, step = load(options)
-    sampling = subject.config.sampling
+    pretrained, step = load_sampling_model(options)
+    sampling, saved = config.sampling, saved_options(options.model)
     prompting = prompt_options(options, sampling, pretrained)
-    has_levels = subject.same_task and subject.saved.get("curriculum", 0) > 0
+    has_levels = has_own_task(options, saved) and saved.get("curriculum", 0) > 0
     with open_task(options, pretrained, has_levels=has_levels, **task_options, **prompting) as task:
         check_tokens(task)
         interaction_of(task).check(sampling)
         try_rewards(task, task.heldout.examples[0], pretrained, task_options["group_size"])
         pretrained = for_texts(pretrained, task.heldout.tokens.width + sampling.completion_width)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
-        yield Opened(pretrained, step, task, notes)
+        yield pretrained, step, task, notes
 
 
-def load(options: SamplingOptions) -> tuple[Pretrained, int | None]:
+def load_sampling_model(options: SamplingOptions) -> tuple[Pretrained, int | None]:
     """Loads a model, or the model of a run. Also returns the step of the run's checkpoint, or None."""
     if saved := saved_options(options.model):
         dtype = resolve_dtype(saved.get("dtype", "float32"))

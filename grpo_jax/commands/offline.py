@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax import report
+from grpo_jax.commands import flags
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, check_warmup, optimizer_source, with_options
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
@@ -23,20 +25,19 @@ from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import Chat, make_chat, turn_end
-from grpo_jax.models.huggingface import Pretrained, for_texts, load_tokenizer, model_folder, scoring_padding
-from grpo_jax.models.params import join, split
-from grpo_jax.models.weights import read_json
+from grpo_jax.models.files.weights import read_json
+from grpo_jax.models.huggingface import Pretrained, classifier_padding, for_texts, load_tokenizer, model_folder
+from grpo_jax.models.params.tree import join, split
 from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_intervals
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, check_rows, make_fit_optimizer
 from grpo_jax.options import Fraction, Seed, Size
-from grpo_jax.prepare import load_model
 from grpo_jax.rl.guards import length_warning
-from grpo_jax.runs import flags, report
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.statistics import paired_difference
-from grpo_jax.training import fit
+from grpo_jax.training.phases import fit
+from grpo_jax.training.prepare import load_model
 
 Values = Mapping[str, np.ndarray]  # name -> one number for each held-out pair or text; the first is minimised
 Rows = dict[str, dict[str, Any]]  # name of a row of the final table -> numbers by name
@@ -95,19 +96,19 @@ class Job(NamedTuple):
     leave: Callable[[RunFolder, Any, Any], Mapping[str, Any]] = lambda run, evaluation, params: {}
 
 
-def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
+def run_method(make_job: Callable[[Any], Job], config: Any) -> None:
     """Trains and evaluates; prints a table and the checksum, and writes results.json and report.html.
 
     Args:
-      prepare: The method: options of the run -> the job.
+      make_job: The method: options of the run -> the job.
       config: The options of the run.
     """
     started = time.perf_counter()
     make_fit_optimizer(config.train)  # refuses a bad one before the data is read
-    job = prepare(config)
+    job = make_job(config)
     # A resumed run keeps the dtype, even on another kind of device.
     config = with_options(job.config, dtype=job.model.config.dtype)
-    run = open_run(job._replace(config=config))
+    run = open_job(job._replace(config=config))
     params = place(job.params, devices_of(config.train))
     if job.with_reference:
         with run.waiting("scoring all completions by the reference (may take minutes)"):
@@ -147,7 +148,7 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     report.finish(run, {**rows, **more}, checksum, started)
 
 
-def open_run(job: Job) -> RunFolder:
+def open_job(job: Job) -> RunFolder:
     """Opens the folder of a run, and stores the model's description, the warnings and the digests of all inputs."""
     run = flags.open_run(job.config)
     keep_description(run, {"policy": job.model, **job.others}, job.config.model, job.config.chat)
@@ -216,7 +217,7 @@ def pair_job(
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
     chat = make_chat(model.tokenizer, model.eos_ids, config.model.chat_template_kwargs)
     options = encoding(model, config.model, config.max_tokens) | {"in_chat": bool(config.chat)}
-    options |= {} if has_end else scoring(model)
+    options |= {} if has_end else judging(model)
     training, heldout = (encode(chat, part, **options) for part in parts)
     batches = pair_batches(training, size, config.seed, name=number)
     noun = number.removeprefix("num_")
@@ -273,6 +274,6 @@ def encoding(pretrained: Pretrained, options: ModelOptions, max_tokens: int | No
     }
 
 
-def scoring(pretrained: Pretrained) -> dict[str, Any]:
+def judging(pretrained: Pretrained) -> dict[str, Any]:
     """Returns the options of `encode_answers` for a reward model made from a pretrained one."""
-    return {"scored": True, "pad_id": scoring_padding(read_json(pretrained.folder / "config.json"))}
+    return {"judged": True, "pad_id": classifier_padding(read_json(pretrained.folder / "config.json"))}

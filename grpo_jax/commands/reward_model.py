@@ -27,10 +27,10 @@ from grpo_jax.commands.train import Method
 from grpo_jax.config import with_options
 from grpo_jax.data.preferences import EncodedPairs, encode_preferences, read_preferences
 from grpo_jax.devices import devices_of, to_numpy
-from grpo_jax.models.families import text_part
-from grpo_jax.models.heads import Headed, add_head
+from grpo_jax.models.decoder.heads import Headed, add_head
+from grpo_jax.models.files.families import text_config
+from grpo_jax.models.files.weights import read_json
 from grpo_jax.models.huggingface import Pretrained, classifier_class
-from grpo_jax.models.weights import read_json
 from grpo_jax.offline.pairs import PairEvaluation, evaluate_pairs, pair_rewards, reward_model_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Size, Weight
@@ -53,7 +53,7 @@ class Config(PairOptions):
     """Number of bins of the calibration curve."""
 
 
-def prepare(config: Config) -> Job:
+def make_reward_model_job(config: Config) -> Job:
     """Reads the pairs, loads the model and adds a head to it.
 
     Raises:
@@ -61,7 +61,7 @@ def prepare(config: Config) -> Job:
     """
 
     def make(model: Pretrained, training: EncodedPairs, heldout: EncodedPairs) -> dict[str, Any]:
-        classifier_class(text_part(read_json(model.folder / "config.json"))["model_type"])  # the export needs it
+        classifier_class(text_config(read_json(model.folder / "config.json"))["model_type"])  # the export needs it
         shape, params = add_head(model.config, model.params)
         score = partial(score_pairs, pair_rewards, shape)
 
@@ -99,7 +99,7 @@ def prepare(config: Config) -> Job:
     )
 
 
-main = partial(run_method, prepare)
+main = partial(run_method, make_reward_model_job)
 
 
 def answer_lengths(pairs: EncodedPairs) -> np.ndarray:

@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from rich.table import Table
 
 from grpo_jax.commands.model_and_task import (
     SamplingOptions,
-    check_subject,
+    check_options,
     open_model_and_task,
     read_command_line,
     run_command,
@@ -38,10 +39,8 @@ from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Size
-from grpo_jax.prepare import answer_of
-from grpo_jax.rewards.reward import RewardScores
-from grpo_jax.rl.grade import decode_groups, grade_completions, readable_group
-from grpo_jax.rl.guards import has_spread
+from grpo_jax.rewards.reward import RewardSums
+from grpo_jax.rl.grade import decode_groups, grade_completions, has_spread, readable_group
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Graded, noise_of
@@ -50,6 +49,7 @@ from grpo_jax.runs.progress import RunConsole, say, watched
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.statistics import bootstrap, cell
 from grpo_jax.tasks.task import Task
+from grpo_jax.training.prepare import answer_of
 
 _AT_ONCE = 64  # completions to sample at once, which bounds the memory
 _SHOWN = 4  # prompts that are printed
@@ -68,9 +68,7 @@ class Options(SamplingOptions):
     """File to write, with a line of JSON for each prompt, as in a run's rollouts.jsonl."""
 
 
-def parse(args: list[str] | None = None) -> Options:
-    """Reads the command line. If MODEL is the folder of a run, the run's options are the defaults."""
-    return read_command_line(Options, __doc__, args, of_run=("group_size", "seed"))
+parse = partial(read_command_line, Options, __doc__, of_run=("group_size", "seed"))
 
 
 def main(options: Options) -> None:
@@ -78,23 +76,23 @@ def main(options: Options) -> None:
     started, console = time.perf_counter(), RunConsole()
     file = options.json and user_path(options.json)
     shape = {"num_prompts": options.num_prompts, "group_size": options.group_size}
-    options, subject = check_subject(options, needs_reward=False, **shape)
+    options, config = check_options(options, needs_reward=False, **shape)
     if file and file.exists() and not file.is_file():
         raise UsageError(f"{file} is no regular file: name another with --json")
     if file:
         make_folder(file.parent)  # before the sampling, which may take long
-    opened = open_model_and_task(options, subject, **shape, seed=options.seed, needs_reward=False)
+    opened = open_model_and_task(options, config, **shape, seed=options.seed, needs_reward=False)
     with opened as (pretrained, step, task, notes):
         warn(console, notes)
         prompts = task.prompts(step or 0)
-        completions = sample(pretrained, task, subject.config, step or 0, console)
+        completions = sample(pretrained, task, config, step or 0, console)
         graded = grade_completions(prompts, completions, task, task.rewards)
         warn(console, (task.rewards.failures() | interaction_of(task).failures(task)).values())
         texts, examples = decode_groups(completions, task), prompts.examples
         groups = [readable_group(task, row, graded, i, completions, i, texts[i]) for i, row in enumerate(examples)]
         if file:  # first, for nobody may read the terminal to its end
             write_text(file, "".join(json.dumps(finite(group)) + "\n" for group in groups))
-        names = names_of(task)
+        names = reward_names(task)
         for number, group in enumerate(groups[:_SHOWN]):
             say(console, f"prompt {number + 1}, {prompts.tokens.mask[number].sum()} tokens: {shorten(group['prompt'])}")
             show_group(console, group, names)
@@ -110,7 +108,7 @@ def main(options: Options) -> None:
     console.print(f"{time.perf_counter() - started:.0f} s")
 
 
-def names_of(task: Task) -> list[str]:
+def reward_names(task: Task) -> list[str]:
     """Returns the names of the rewards, after "" for the weighted sum. A single reward is the sum."""
     names = [*task.rewards.components]
     return ["", *names] if len(names) > 1 else [""] * len(names)
@@ -147,30 +145,30 @@ def describe(graded: Graded, name: str) -> dict[str, str]:
     }
 
 
-def try_texts(task: Task, examples: Sequence[Example], group_size: int) -> dict[str, RewardScores]:
+def try_texts(task: Task, examples: Sequence[Example], group_size: int) -> dict[str, RewardSums]:
     """Computes the rewards of texts that anybody could write, by what they are, for groups of equal completions.
 
     Rewards of several turns need a transcript, so they are not tried.
     """
-    tries = {"empty text": lambda row: "", "prompt copied": prompt_of, "answer copied": answer_of}
-    scores: dict[str, RewardScores] = {}
+    tries = {"empty text": lambda row: "", "prompt copied": copied_prompt, "answer copied": answer_of}
+    sums: dict[str, RewardSums] = {}
     for what, write in tries.items() if interaction_of(task).parts != "turns" else ():
         written = [(row, Completion(text)) for row in examples if (text := write(row)) is not None]
         if groups := [pair for pair in written for _ in range(group_size)]:
-            scores[what] = task.rewards.score(*map(list, zip(*groups, strict=True)))
-    return scores
+            sums[what] = task.rewards.grade(*map(list, zip(*groups, strict=True)))
+    return sums
 
 
-def describe_tries(tries: Mapping[str, RewardScores], graded: Graded, name: str) -> dict[str, str]:
+def describe_tries(tries: Mapping[str, RewardSums], graded: Graded, name: str) -> dict[str, str]:
     """Returns the mean rewards of the texts that were tried, and the reward of the longest completion."""
     longest = values_of(graded, name).flat[graded.lengths.argmax()]
-    numbers = {what: mean_of(values_of(scores, name)) for what, scores in tries.items()}
+    numbers = {what: mean_of(values_of(sums, name)) for what, sums in tries.items()}
     return numbers | {"longest completion": mean_of(longest)}
 
 
-def values_of(scores: Graded | RewardScores, name: str) -> np.ndarray:
+def values_of(sums: Graded | RewardSums, name: str) -> np.ndarray:
     """Returns the rewards of a name, or their weighted sum for "". Those that do not apply are NaN."""
-    return scores.components[name] if name else np.where(scores.applicable, scores.rewards, np.nan)
+    return sums.components[name] if name else np.where(sums.applicable, sums.rewards, np.nan)
 
 
 def mean_of(values: np.ndarray) -> str:
@@ -179,7 +177,7 @@ def mean_of(values: np.ndarray) -> str:
     return cell({"mean": float(numbers.mean()) if numbers.size else np.nan}, "mean")
 
 
-def prompt_of(row: Example) -> str:
+def copied_prompt(row: Example) -> str:
     """Returns what a policy would write that copies its prompt: the last message, or the text."""
     messages = getattr(row["prompt"], "messages", ())
     return str(messages[-1].get("content") or "") if messages else str(row["prompt"])

@@ -20,21 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.commands import flags
 from grpo_jax.commands.offline import Job, PairOptions, Values, encoding, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
-from grpo_jax.config import ModelOptions, TeacherConfig, check_warmup, with_options
+from grpo_jax.config import ModelOptions, TeacherConfig, check_top_k, check_warmup, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
 from grpo_jax.data.rows import Row, completion_text, is_plain_answer, read_messages, read_rows, text_column
-from grpo_jax.data.text import (
-    Answers,
-    Encoded,
-    answer_conversation,
-    answer_prompts,
-    ending_id,
-    fit_answers,
-    uses_chat,
-)
+from grpo_jax.data.text import Answers, Encoded, answer_conversation, answer_prompts, ending_id, fit_answers, uses_chat
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings
 from grpo_jax.errors import UsageError
@@ -42,16 +35,14 @@ from grpo_jax.hosts import check_alone
 from grpo_jax.models.chat import make_chat
 from grpo_jax.models.huggingface import Pretrained, for_texts
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.offline.distillation import Target, check_options, divergence_objective, mean_divergence
+from grpo_jax.offline.distillation import check_teacher_options, divergence_objective, mean_divergence
 from grpo_jax.offline.phase import SupervisedConfig, check_rows
 from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.options import Seed, Size, Weight
-from grpo_jax.prepare import load_frozen, load_model
 from grpo_jax.rl.guards import length_warning
-from grpo_jax.runs import flags
-from grpo_jax.step import check_top_k
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import encode_rows, padding_id
+from grpo_jax.training.prepare import load_frozen, load_model
 
 
 @dataclass(frozen=True)
@@ -90,7 +81,7 @@ class Config:
     """Random seed of the order of rows and of new adapters."""
 
 
-def prepare(config: Config) -> Job:
+def make_sft_job(config: Config) -> Job:
     """Reads the rows, and loads the model and a teacher if one is named.
 
     Raises:
@@ -100,11 +91,11 @@ def prepare(config: Config) -> Job:
         check_alone(f"phases with a {role}")
     check_warmup(config.train, config.train.steps, default=type(config)().train.warmup_steps)
     check_rows(config.train, rows=config.num_rows, name="num_rows")
-    check_options(config.divergence, config.nll_coef)
+    check_teacher_options(config.divergence, config.nll_coef)
     devices = devices_of(config.train)
-    rows = read_completions(config)  # before the weights, which take longer
+    rows = read_training_rows(config)  # before the weights, which take longer
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
-    training, held_out, prompts, (*losses, sizes) = encode_texts(config, rows, model)
+    training, held_out, prompts, (*losses, sizes) = encode_splits(config, rows, model)
     width = training.ids.shape[1]
     model = for_texts(model, width)
     policy, heldout = decoder_policy(model.config), partial(packed_pieces, held_out, config.num_rows)
@@ -146,20 +137,20 @@ def add_divergence(job: Job, role: str, name: str, width: int, heldout: Callable
       heldout: Returns the held-out texts.
     """
     config, policy, devices = job.config, decoder_policy(job.model.config), devices_of(job.config.train)
-    check_top_k(config.divergence.divergence, job.model.config.vocab_size)
+    check_top_k(config, job.model.config.vocab_size)
     other = load_frozen(role, name, config.model, job.model, sharding=load_shardings(devices))
     other = for_texts(other, width)
-    target = Target(decoder_policy(other.config), config.divergence.divergence, config.nll_coef)
+    compared = policy, decoder_policy(other.config), config.divergence.divergence
 
     def log(params: Any, values: Values) -> dict[str, float]:
-        mean = mean_divergence(policy, params, heldout(), target=target, devices=devices)
+        mean = mean_divergence(*compared, params, heldout(), devices=devices)
         numbers = log_means(params, values)
         # The loss is first, and so the score of keep_best and patience.
-        return {"loss": mean + target.nll_coef * numbers["nll"], **numbers, "distillation": mean}
+        return {"loss": mean + config.nll_coef * numbers["nll"], **numbers, "distillation": mean}
 
     return job._replace(
         params={"policy": job.params, role: other.params},
-        objective=divergence_objective(policy, target),
+        objective=divergence_objective(*compared, config.nll_coef),
         evaluate=lambda params: job.evaluate(params["policy"]),
         log=log,
         others={role: other},
@@ -171,10 +162,10 @@ def log_means(params: Any, values: Values) -> dict[str, float]:
     return {name: float(x.mean()) for name, x in values.items()}
 
 
-main = partial(run_method, prepare)
+main = partial(run_method, make_sft_job)
 
 
-def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
+def read_training_rows(config: Config) -> Sequence[Mapping[str, Any]]:
     """Reads the rows. The completion of a row is a text, or chat messages; "messages" holds prompt and completion.
 
     If the first row has only a "text", each row's text is its prompt, and its completion is None.
@@ -222,7 +213,7 @@ def _with_completion(config: Config, row: Row) -> Row:
     return Row({**row, name: completion_text(row, name, remedy="set --completion-column")}, row.where)
 
 
-def encode_texts(
+def encode_splits(
     config: Config, rows: Sequence[Mapping[str, Any]], pretrained: Pretrained
 ) -> tuple[Packed, Packed, Prompts, list[str]]:
     """Encodes, splits and packs rows, with the same split as in a task with these rows.

@@ -10,10 +10,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import Literal, get_args
 
+from grpo_jax.commands import flags
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.functional import PRESETS
 from grpo_jax.options import COUNTERPARTS, DIFFERENCES, check_known, current_name, option_types, suggestion
-from grpo_jax.runs import flags
 from grpo_jax.runs.files import read_object
 from grpo_jax.runs.folder import numbered_runs
 
@@ -60,7 +60,7 @@ def method_of(args: Sequence[str]) -> str:
     return named or str(options.get("method", "grpo"))
 
 
-def check_options(method: str, args: Sequence[str]) -> None:
+def check_flags(method: str, args: Sequence[str]) -> None:
     """Checks for options that only other methods have.
 
     Args:
@@ -104,5 +104,5 @@ def command(args: list[str] | None = None) -> None:
         method = method_of(args)
         module = module_of(method)
         args = [_with_current_name(arg, option_types(module.Config)) for arg in args]
-        check_options(method, args)
+        check_flags(method, args)
     flags.main(module.Config, module.main, module.__doc__, args)

@@ -14,15 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from grpo_jax.data.rows import (
-    Row,
-    completion_text,
-    hash_of_prompt,
-    kind_of,
-    read_messages,
-    read_prompt,
-    read_rows,
-)
+from grpo_jax.data.rows import Row, completion_text, hash_of_prompt, kind_of, read_messages, read_prompt, read_rows
 from grpo_jax.data.text import Message, check_text, encode_answers
 from grpo_jax.data.types import LARGEST_REWARD, rng
 from grpo_jax.errors import UsageError

@@ -7,7 +7,7 @@ import numpy as np
 
 from grpo_jax.data.types import Example, hash_values, pad_rows
 from grpo_jax.errors import UsageError
-from grpo_jax.models.geometry import ONE_WIDTH, PromptTokens, PromptWidths
+from grpo_jax.models.rows.geometry import ONE_WIDTH, PromptTokens, PromptWidths
 
 
 class Prompts(NamedTuple):

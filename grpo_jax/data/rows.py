@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.text import Message, check_text, progress
+from grpo_jax.data.text import Message, check_text, show_progress
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError, abbreviate, reason_of, user_path
 from grpo_jax.models.chat import DEEPEST, is_learned, parse_calls
@@ -312,7 +312,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _json_lines(path: Path) -> list[Row]:
     rows = []
-    for number, line in enumerate(progress(_lines(path), f"reading {path.name}"), 1):
+    for number, line in enumerate(show_progress(_lines(path), f"reading {path.name}"), 1):
         if line.strip():
             where = f"{path}, line {number}"
             if line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
@@ -337,7 +337,7 @@ def _csv_rows(path: Path) -> list[Row]:
             names = [name for name in reader.fieldnames or () if name]  # spreadsheets write empty names
             if twice := next((name for name in names if names.count(name) > 1), ""):
                 raise UsageError(f"{path} has two columns {twice}: rename one of them in its first line")
-            for columns in progress(reader, f"reading {path.name}"):
+            for columns in show_progress(reader, f"reading {path.name}"):
                 where = f"{path}, line {reader.line_num}"
                 if None in columns or None in columns.values():
                     raise UsageError(f"{where} has other columns than the first line of the file names")

@@ -10,6 +10,7 @@ import numpy as np
 from grpo_jax.data.types import Completion, Prompt, Span
 from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.models.chat import (
+    ENCODING,
     Chat,
     Message as Message,
     check_roles,
@@ -36,7 +37,7 @@ _BATCH = 1000  # texts in one call of a tokenizer
 _BAR_AFTER = 3.0  # seconds
 
 
-def progress(items: Iterable[T], words: str) -> Iterable[T]:
+def show_progress(items: Iterable[T], words: str) -> Iterable[T]:
     """Returns the items, with a progress bar in a terminal if they take more than a few seconds."""
     from tqdm import tqdm  # installed with the tokenizers
 
@@ -179,9 +180,10 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool) 
       special_tokens: True to add the special tokens with which the tokenizer begins and ends texts.
     """
     token_ids = []
-    for start in progress(range(0, len(texts), _BATCH), f"encoding, {_BATCH} texts at a time"):
+    for start in show_progress(range(0, len(texts), _BATCH), f"encoding, {_BATCH} texts at a time"):
         batch = list(texts[start : start + _BATCH])
-        encoded = tokenizer(batch, add_special_tokens=special_tokens, return_attention_mask=False)
+        with ENCODING:
+            encoded = tokenizer(batch, add_special_tokens=special_tokens, return_attention_mask=False)
         token_ids += [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
     return token_ids
 
@@ -238,7 +240,7 @@ class Answers(NamedTuple):
 
 
 def answer_prompts(
-    chat: Chat, prompts: Encoded, answers: Sequence[Sequence[str]], *, scored: bool = False, pad_id: int | None = None
+    chat: Chat, prompts: Encoded, answers: Sequence[Sequence[str]], *, judged: bool = False, pad_id: int | None = None
 ) -> list[Answers]:
     """Encodes the answers to prompts as token ids.
 
@@ -250,8 +252,8 @@ def answer_prompts(
     Args:
       chat: The tokenizer and its chat template.
       prompts: The M prompts, from `encode_prompts`.
-      answers: The answers to each of the M prompts. Empty answers have no tokens, unless they are scored in a chat.
-      scored: True for a reward model, which scores the last token. In a chat it reads all that the template writes
+      answers: The answers to each of the M prompts. Empty answers have no tokens, unless they are judged in a chat.
+      judged: True for a reward model, which judges by the last token. In a chat it reads all that the template writes
         after the answer, and otherwise no end.
       pad_id: The padding token of a reward model, which skips it at the end. None: there is none.
 
@@ -274,18 +276,18 @@ def answer_prompts(
         answer = without_end(answer, marks[end])
         if end is None:
             return prompt + answer
-        if not answer.strip() and not scored:
+        if not answer.strip() and not judged:
             return prompt
         if (opening := openings[repr(prompt.kwargs)]) and answer.lstrip().startswith(opening):
             raise UsageError(f"the answer {abbreviate(answer)} begins with {opening}, which the template adds: drop it")
         whole = render_answer(chats[repr(prompt.kwargs)], prompt, prompt.messages, answer, end)
-        return whole + (end.tail if scored else end.learned)
+        return whole + (end.tail if judged else end.learned)
 
     texts = [written(number, answer) for number, several in enumerate(answers) for answer in several]
     encoded = iter(encode_texts(chat.tokenizer, texts, special_tokens=False))
     plain = [text for text, end in zip(prompts.texts, ends, strict=True) if end is None]
     alone = iter(encode_texts(chat.tokenizer, plain, special_tokens=False))
-    eos = [ending_id(chat.tokenizer, chat.eos_ids)] if None in ends and not scored else []
+    eos = [ending_id(chat.tokenizer, chat.eos_ids)] if None in ends and not judged else []
     rows = []
     for number, end in enumerate(ends):
         prompt = prompts.token_ids[number].tolist()
@@ -415,7 +417,7 @@ def encode_answers(
     kwargs: Sequence[Mapping[str, Any]] | None = None,
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "truncate",
-    scored: bool = False,
+    judged: bool = False,
     pad_id: int | None = None,
     **limits: Any,
 ) -> tuple[list[Answers], list[int], tuple[str, ...]]:
@@ -428,7 +430,7 @@ def encode_answers(
       in_chat: True to make each prompt that is text a user's message.
       kwargs, max_prompt_tokens: See `encode_prompts`.
       overlong: "drop" to drop longer texts, "truncate" to cut the beginning of a prompt or the end of an answer.
-      scored, pad_id: See `answer_prompts`.
+      judged, pad_id: See `answer_prompts`.
       **limits: Further options of `fit_answers`.
 
     Returns:
@@ -441,7 +443,7 @@ def encode_answers(
     written = [write(prompt, x) for prompt, x in zip(prompts, kwargs or [{}] * len(prompts), strict=True)]
     encoded = encode_prompts(chat, written, max_prompt_tokens=max_prompt_tokens, overlong=overlong, kwargs=kwargs)
     several = [answers[number] for number in encoded.numbers]
-    rows = answer_prompts(chat, encoded, several, scored=scored, pad_id=pad_id)
+    rows = answer_prompts(chat, encoded, several, judged=judged, pad_id=pad_id)
     fitted, numbers, notes = fit_answers(rows, overlong=overlong, **limits)
     notes = tuple(filter(None, (encoded.summary, *notes)))
     return fitted, [encoded.numbers[number] for number in numbers], notes

@@ -76,7 +76,7 @@ class Completion(str):
     ) -> "Completion":
         self = super().__new__(cls, text)
         self.ids, self.truncated, self.ending, self._turns = tuple(ids), truncated, ending, tuple(turns)
-        self.stopped = stopped
+        self.stopped = turns[-1].action.stopped if turns else stopped
         return self
 
     @property
@@ -214,7 +214,7 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
         return dict(zip(names, pool.map(hash_file, (folder / name for name in names)), strict=True))
 
 
-def parts_of(function: Any) -> list[Callable[..., Any]]:
+def wrapped_functions(function: Any) -> list[Callable[..., Any]]:
     """Returns a function and those that it wraps or encloses."""
     parts = [function]
     for part in parts:  # which grows
@@ -227,9 +227,9 @@ def parts_of(function: Any) -> list[Callable[..., Any]]:
 
 
 def sources_of(function: Any) -> list[str]:
-    """Returns the source code of `parts_of` a function, as far as Python knows it."""
+    """Returns the source code of `wrapped_functions` a function, as far as Python knows it."""
     sources = []
-    for part in parts_of(function):
+    for part in wrapped_functions(function):
         with suppress(OSError, TypeError):  # it was typed into a shell, or is no function
             sources.append(inspect.getsource(part))
     return sources

@@ -23,12 +23,15 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grpo_jax.engines.http import one_line, parse_json
+from grpo_jax.engines.http import decode_answer, without_key
 from grpo_jax.errors import abbreviate
 from grpo_jax.sampling.stopping import Stop
 
 _ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
+
+
+SampledTokens = tuple[list[int], list[float]]  # tokens and their log-probabilities
 
 
 class Wrong(Exception):
@@ -43,11 +46,11 @@ def request_body(
     max_tokens: int,
     eos_ids: Sequence[int],
     stop: Sequence[str] = (),
-    truncation: Mapping[str, float] = {},
+    limits: Mapping[str, float] = {},
 ) -> dict[str, Any]:
     """Returns the request for a completion, without the name of the model.
 
-    `truncation` has the fields `top_p`, `top_k` and `min_p`, which by default do nothing.
+    `limits` has the fields `top_p`, `top_k` and `min_p`, which by default do nothing.
 
     Each completion is a separate request with its own seed, so that a failed request can be repeated with the same
     result. The server caches the prompt that the completions of a group share.
@@ -69,20 +72,18 @@ def request_body(
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        **truncation,
+        **limits,
     }
 
 
-def read_completion(
-    answer: bytes, body: Mapping[str, Any], vocab_size: int, stop: Stop | None = None
-) -> tuple[list[int], list[float]]:
+def read_completion(answer: bytes, body: Mapping[str, Any], vocab_size: int, stop: Stop | None = None) -> SampledTokens:
     """Checks an answer and returns its completion.
 
     Args:
       answer: The answer of the server.
       body: The request.
       vocab_size: The size of the model's vocabulary.
-      stop: The stop texts of the request, or None.
+      stop: The stop texts of all requests that have such texts, or None.
 
     Returns:
       The tokens of the completion, with the token that ended it, and the log-probability of each as the server returns
@@ -92,19 +93,19 @@ def read_completion(
       Wrong: A check failed.
     """
     try:
-        (choice,) = parse_json(answer)["choices"]
+        (choice,) = decode_answer(answer)["choices"]
         ids, seen = [operator.index(i) for i in choice["token_ids"]], choice.get("prompt_token_ids")
         logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
     except _UNREADABLE as error:
         raise Wrong(
-            f"gave no completion with token ids and log-probabilities ({one_line(error)}): it needs a version that "
+            f"gave no completion with token ids and log-probabilities ({without_key(error)}): it needs a version that "
             "knows return_token_ids"
         ) from None
     if not len(ids) == len(logprobs) > 0 or not all(-math.inf < value <= _ROUNDING for value in logprobs):
         raise Wrong(f"gave {len(ids)} tokens with the log-probabilities {abbreviate(logprobs)}")
     if wrong := [i for i in ids if not 0 <= i < vocab_size]:
         raise Wrong(f"gave token {wrong[0]}, but the model has the tokens 0 to {vocab_size - 1}")
-    stopped = stop.find_end(ids) if stop else None
+    stopped = stop.find_end(ids) if stop and "stop" in body else None
     if stopped is not None:
         ids, logprobs = ids[: stopped + 1], logprobs[: stopped + 1]
     _check_end(ids, body["stop_token_ids"], body["max_tokens"], stopped is not None)
@@ -153,21 +154,28 @@ class ScoredText(NamedTuple):
 Complete = Callable[[Mapping[str, Any]], bytes]  # sends a request for a completion, and returns the answer
 
 
-def score_sampled(complete: Complete, prompt: list[int], temperature: float, count: int, vocab_size: int) -> ScoredText:
+def score_sampled(
+    complete: Complete,
+    *,
+    read: Callable[[bytes, Mapping[str, Any]], SampledTokens],
+    prompt: list[int],
+    temperature: float,
+    count: int,
+) -> ScoredText:
     """Lets a server sample tokens, whose log-probabilities show how it processes them.
 
     Args:
       complete: Sends a request.
+      read: (answer, request) -> the completion.
       prompt: The tokens of the prompt.
       temperature: The temperature.
       count: The number of tokens to sample.
-      vocab_size: The size of the model's vocabulary.
 
     Raises:
       Wrong: The answer is no completion.
     """
     body = request_body(prompt, temperature=temperature, seed=0, max_tokens=count, eos_ids=()) | {"ignore_eos": True}
-    ids, logprobs = read_completion(complete(body), body, vocab_size)
+    ids, logprobs = read(complete(body), body)
     return ScoredText(prompt + ids, logprobs, temperature, "sampled tokens", OTHER_SAMPLING)
 
 
@@ -179,9 +187,11 @@ def score_prompt(complete: Complete, prompt: list[int]) -> ScoredText:
     """
     body = request_body(prompt, temperature=1.0, seed=0, max_tokens=1, eos_ids=()) | {"prompt_logprobs": 0}
     try:
-        (choice,) = parse_json(complete(body))["choices"]
+        (choice,) = decode_answer(complete(body))["choices"]
         tokens = zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)
         logprobs = [float(of_tokens[str(i)]["logprob"]) for i, of_tokens in tokens]
     except _UNREADABLE as error:
-        raise Wrong(f"gave no log-probabilities of a prompt ({one_line(error)}): it needs vLLM 0.32 or later") from None
+        raise Wrong(
+            f"gave no log-probabilities of a prompt ({without_key(error)}): it needs vLLM 0.32 or later"
+        ) from None
     return ScoredText(prompt, logprobs, 1.0, "a prompt", _OTHER_WEIGHTS)

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
-from grpo_jax.engines.completions import ScoredText, score_prompt, score_sampled
-from grpo_jax.engines.http import KEY, Connections, Failure, Gone, Refused, ask, parse_json
+from grpo_jax.engines.completions import Complete, ScoredText, score_prompt
+from grpo_jax.engines.http import KEY, Connections, Failure, Gone, Refused, ask, decode_answer
 from grpo_jax.errors import Interruption
-from grpo_jax.models.params import Adapted
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import Adapted
 
 COMPLETIONS = "/v1/completions"
 SOON = 30.0  # seconds for an answer that needs no computation
@@ -43,7 +44,7 @@ class Server:
     answers: bool = True  # false after a request in vain
     has_worker: bool | None = None  # true if it runs `engines.worker`; None: unknown
     loading: Any = field(default_factory=threading.Lock)  # held while it loads parameters
-    waiting: Connections = field(default_factory=set)  # the connections of its requests
+    waiting: Connections = field(default_factory=WeakSet)
 
     @property
     def version(self) -> str:
@@ -73,7 +74,7 @@ class Server:
         """Sends a request and returns the answer as parsed JSON; None for other texts. Raises as `ask` does."""
         answer = self.ask(path, body)
         with suppress(ValueError):
-            return parse_json(answer)
+            return decode_answer(answer)
         return None
 
 
@@ -88,16 +89,6 @@ def cure_of(path: str, error: Failure) -> str:
     return next(words for part, words in _CURES.items() if part in path)
 
 
-class Probe(NamedTuple):
-    """A request that shows which parameters a server holds."""
-
-    prompt: list[int]
-    temperature: float
-    num_tokens: int  # that are sampled
-    vocab_size: int
-    text: list[int]  # that is scored
-
-
 class Handover(NamedTuple):
     """A way of handing parameters over, as five functions, and the fields of requests that name the parameters."""
 
@@ -107,8 +98,9 @@ class Handover(NamedTuple):
     send: Callable[[Server, Path], None]
     # (server, version) -> None, once the server samples again
     finish: Callable[[Server, str], None]
-    # (complete, probe, only the text whose trainer's scores are known) -> texts that the server scored
-    proof: Callable[..., list[ScoredText]]
+    # (complete, sample, text, whether it is enough to score the text) -> texts that the server scored, from which it
+    # follows which parameters it holds: tokens that `sample(complete)` lets it sample, and perhaps the text
+    proof: Callable[[Complete, Callable[[Complete], ScoredText], list[int], bool], list[ScoredText]]
     # (server, version) -> fields of a request
     fields: Callable[[Server, str], Mapping[str, Any]]
     # (server, version) -> None, once the server forgot this older version. None: it holds one version at a time
@@ -122,14 +114,17 @@ class Handover(NamedTuple):
 # ---- proofs
 
 
-def _prove_both(complete: Callable[..., bytes], probe: Probe, is_known: bool) -> list[ScoredText]:
+Sample = Callable[[Complete], ScoredText]
+
+
+def _prove_both(complete: Complete, sample: Sample, text: list[int], is_enough: bool) -> list[ScoredText]:
     # Sampling comes first, since scoring a prompt would fill the cache with it again.
-    sampled = [] if is_known else _prove_sampled(complete, probe, is_known)
-    return [score_prompt(complete, probe.text), *sampled]
+    sampled = [] if is_enough else [sample(complete)]
+    return [score_prompt(complete, text), *sampled]
 
 
-def _prove_sampled(complete: Callable[..., bytes], probe: Probe, is_known: bool) -> list[ScoredText]:
-    return [score_sampled(complete, *probe[:-1])]
+def _prove_sampled(complete: Complete, sample: Sample, text: list[int], is_enough: bool) -> list[ScoredText]:
+    return [sample(complete)]
 
 
 # ---- weights in a folder

@@ -6,11 +6,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 # The environment variable with the server's key.
 KEY = "ENGINE_API_KEY"
@@ -43,7 +44,7 @@ class Refused(Failure):
     """The server refuses a request, so that repeating it would not help."""
 
 
-Connections = set[http.client.HTTPConnection]  # those that wait for an answer
+Connections = WeakSet[http.client.HTTPConnection]  # those of requests; one whose answer is there has no socket
 
 
 def ask(url: str, body: Any = None, *, timeout: float, waiting: Connections | None = None) -> bytes:
@@ -53,7 +54,7 @@ def ask(url: str, body: Any = None, *, timeout: float, waiting: Connections | No
       url: The address of the resource.
       body: The body to POST as JSON. None: a GET request.
       timeout: Seconds until the whole answer must be there.
-      waiting: Contains the connection until the answer is there. Default: none.
+      waiting: Receives the connection, so that `cut` can break it. Default: a set that nobody reads.
 
     Raises:
       Gone: The server does not answer in time, or answers that it cannot now.
@@ -70,26 +71,16 @@ def ask(url: str, body: Any = None, *, timeout: float, waiting: Connections | No
         with closing(_SCHEMES[parts.scheme](parts.hostname, parts.port, timeout=timeout)) as connection:
             connection.response_class = partial(_Answer, ends=ends)
             target = parts._replace(scheme="", netloc="").geturl() or "/"
-            with _noted(connection, waiting):
-                connection.request("GET" if data is None else "POST", target, data, headers)
-                with connection.getresponse() as answer:
-                    return _read(answer)
+            (WeakSet() if waiting is None else waiting).add(connection)
+            connection.request("GET" if data is None else "POST", target, data, headers)
+            with connection.getresponse() as answer:
+                return _read(answer)
     except TimeoutError:
         raise Gone(f"no answer came within {timeout:g} s") from None
     except (ValueError, LookupError, http.client.InvalidURL) as error:
-        raise Refused(f"its address is not like http://host:8000 ({one_line(error)})") from None
+        raise Refused(f"its address is not like http://host:8000 ({without_key(error)})") from None
     except (OSError, http.client.HTTPException) as error:
-        raise Gone(one_line(error)) from None
-
-
-@contextmanager
-def _noted(connection: http.client.HTTPConnection, waiting: Connections | None) -> Iterator[None]:
-    noted = set() if waiting is None else waiting
-    noted.add(connection)
-    try:
-        yield
-    finally:
-        noted.discard(connection)
+        raise Gone(without_key(error)) from None
 
 
 def cut(waiting: Connections) -> None:
@@ -100,7 +91,7 @@ def cut(waiting: Connections) -> None:
                 connected.shutdown(socket.SHUT_RDWR)
 
 
-def parse_json(answer: bytes) -> Any:
+def decode_answer(answer: bytes) -> Any:
     """Parses an answer.
 
     Raises:
@@ -112,7 +103,7 @@ def parse_json(answer: bytes) -> Any:
         raise ValueError(str(error)) from None
 
 
-def one_line(text: object) -> str:
+def without_key(text: object) -> str:
     """Returns a text in one line, shortened and without the key, which a server may repeat."""
     line, key = " ".join(str(text).split()), _key()
     return (line.replace(key, "***") if key else line)[:_LONGEST_MESSAGE]
@@ -124,7 +115,7 @@ def _read(answer: http.client.HTTPResponse) -> bytes:
         reason = b""
         with suppress(OSError, http.client.HTTPException):
             reason = _read_up_to(answer, _LONGEST_ERROR)
-        message = one_line(f"{answer.status} {answer.reason}: {reason.decode(errors='replace')}")
+        message = without_key(f"{answer.status} {answer.reason}: {reason.decode(errors='replace')}")
         is_passing = answer.status in _PASSING or answer.status >= _SERVERS_FAULT
         raise (Gone if is_passing else Refused)(message, answer.status)
     data = _read_up_to(answer, _LONGEST_ANSWER)

@@ -28,29 +28,27 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax import hosts
 from grpo_jax.config import EngineOptions
 from grpo_jax.data.types import hash_files, hash_values
-from grpo_jax.engines.completions import Wrong, read_completion
-from grpo_jax.engines.handover import SOON, Handover, Probe, Server, handover_of
-from grpo_jax.engines.http import KEY, Failure, Gone, ask, cut, parse_json
+from grpo_jax.engines.completions import Complete, SampledTokens, ScoredText, Wrong, score_sampled
+from grpo_jax.engines.handover import SOON, Handover, Server, handover_of
+from grpo_jax.engines.http import KEY, Failure, Gone, ask, cut, decode_answer
 from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.models.config import Dtype
-from grpo_jax.models.params import Adapted
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import Adapted
 from grpo_jax.rl.beside import NO_JOURNAL, Journal
-from grpo_jax.sampling.stopping import Stop
 
 _AT_ONCE = 256  # concurrent requests to a server, which batches them
 _ADAPTERS_AT_ONCE = 2  # rollouts that are sampled at once with adapters
 _PAUSE, _LOOKS = 5.0, 50  # seconds between attempts to reach a server, and how often a cancellation is looked for
-_CHECK_SECONDS = 0.5  # between two checks that a server still holds the version of the completions to keep
+_KEEP_SECONDS = 0.5  # after which completions that have ended are kept
 _PROOF_TOKENS, _PROOF_WIDTH = 8, 32  # that are sampled, and that are scored if there is room
 
 # The largest average difference in nats between log-probabilities of the trainer and of a server that holds its
 # parameters. In bfloat16 it is the median, since some tokens are off by several nats.
 _BOUNDS: Mapping[Dtype, tuple[Callable[..., Any], float]] = {"float32": (np.mean, 1e-3), "bfloat16": (np.median, 0.1)}
-
-SampledTokens = tuple[list[int], list[float]]  # tokens and their log-probabilities
 
 
 class Request(NamedTuple):
@@ -73,32 +71,21 @@ class Request(NamedTuple):
         return {**places, "version": version, "request": self.digest, "ids": tokens[0], "logprobs": tokens[1]}
 
 
-class Model(NamedTuple):
-    """What an engine must know of the trained model."""
-
-    # (folder, parameters) -> None, once the folder holds them; only the adapters if there are any
-    save: Callable[[Path, Params], Any]
-    # (parameters, ids, temperature) -> a function that waits for the log-probabilities of all tokens after the first
-    score: Callable[[Params, list[int], float], Callable[[], np.ndarray]]
-    dtype: Dtype
-    vocab_size: int
-    stop: Stop | None = None  # the stop texts of all requests
-    copy: Callable[[Params], Params] = lambda params: params  # copies what an update may change, without waiting
-
-
-Leaves = list["weakref.ref[Any]"]
+Refs = list["weakref.ref[Any]"]  # to the leaves of parameters
+# Scores of a text by the trainer: a function that waits for the log-probabilities of all tokens after the first
+Scores = Callable[[], np.ndarray]
+Score = Callable[[ScoredText], Scores | None]
 
 
 @dataclass(eq=False)
 class Parcel:
-    """Parameters in a folder, which servers load. It does not keep the arrays in memory."""
+    """Parameters in a folder, which servers load. It does not keep the arrays in memory, and is needed as long as they
+    are."""
 
-    trees: list[Leaves]  # the arrays of each tree with these parameters
-    copies: list[tuple[Any, Leaves]] = field(default_factory=list)  # the copies among them, with their structures
-    scores: Callable[[], np.ndarray] | None = None  # waits for the trainer's scores of the text of the proof
+    leaves: Refs
+    scores: Scores | None = None  # of the text of the proof; None: not computed yet
     folder: Path | None = None  # None: not written yet
     digest: str = ""  # of the files in the folder
-    users: int = 0  # the number of rollouts and requests that need the folder
     writing: Any = field(default_factory=threading.Lock)
 
     @property
@@ -107,20 +94,16 @@ class Parcel:
         assert self.folder
         return self.folder.name
 
-    def has(self, params: Params) -> bool:
-        """Returns whether these are the parameters of the parcel."""
-        leaves = jax.tree.leaves(params)
-        return any(
-            len(tree) == len(leaves) and all(x() is y for x, y in zip(tree, leaves, strict=True)) for tree in self.trees
-        )
 
-    def copy(self) -> Params | None:
-        """Returns a copy of the parameters that is still in memory, if there is one."""
-        for structure, tree in self.copies:
-            leaves = [x() for x in tree]
-            if all(x is not None for x in leaves):
-                return jax.tree.unflatten(structure, leaves)
-        return None
+class Draw(NamedTuple):
+    """The completions of one call of `Engine.submit`."""
+
+    params: Params
+    parcel: Parcel
+    requests: Sequence[Request]
+    journal: Journal
+    cancelled: threading.Event
+    may_score: bool = True  # the trainer may compute scores for it
 
 
 class Engine:
@@ -129,37 +112,52 @@ class Engine:
     def __init__(
         self,
         options: EngineOptions,
-        model: Model,
-        temperature: float = 1.0,
         *,
+        save: Callable[[Path, Params], Any],
+        score: Callable[[Params, list[int], float], Scores],
+        read: Callable[[bytes, Mapping[str, Any]], SampledTokens],
+        dtype: Dtype,
+        temperature: float = 1.0,
+        copy: Callable[[Params], Params] = lambda params: params,
+        is_single: bool = True,
         note: Callable[[str], None] = lambda words: None,
     ) -> None:
         """Connects to the servers.
 
         Args:
           options: The options of the engine, with its addresses.
-          model: The trained model.
+          save: (folder, parameters) -> None, once the folder holds them; only the adapters if there are any.
+          score: (parameters, ids, temperature) -> the trainer's scores of a text.
+          read: (answer, request) -> the completion: see `read_completion`.
+          dtype: The dtype of the trained model.
           temperature: The temperature of the run, at which servers prove that they hold the parameters.
+          copy: Copies those of the parameters that an update may change, without waiting. Default: nothing is copied.
+          is_single: True if the program of `score` runs on one device, so that any thread may start it.
           note: Tells the user the reason for a delay.
 
         Raises:
           UsageError: No server answers, or an address has no server of the protocol.
         """
         self._timeout = options.engine_timeout
-        self._dtype: Dtype = model.dtype if options.engine_dtype == "auto" else options.engine_dtype
+        self._dtype: Dtype = dtype if options.engine_dtype == "auto" else options.engine_dtype
         self._average, self.rounding = _BOUNDS[self._dtype]
-        self._model, self._temperature, self._note = model, temperature, note
+        self._save_params, self._score, self._read = save, score, read
+        self._copy, self._is_single = copy, is_single
+        self._temperature, self._note = temperature, note
         self._temporary = None if options.engine_folder else tempfile.TemporaryDirectory(prefix="grpo_jax_engine_")
         self._folder = user_path(self._temporary.name if self._temporary else options.engine_folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._temporary:
             self._folder.chmod(0o755)  # the server may run as another user
         self._parcels: list[Parcel] = []  # the newest last
-        self._sorting = threading.Lock()  # held while the list, or the users of a parcel, change
+        self._taken: tuple[Refs, Params] = [], None  # references to parameters, and the last copy of them
+        self._sampling: list[str] = []  # the versions of the rollouts that are being sampled
+        self._sorting = threading.Lock()  # held while one of these lists changes
         self._turns = {False: threading.Semaphore(1), True: threading.Semaphore(_ADAPTERS_AT_ONCE)}  # with adapters?
         self._cancelled = threading.Event()  # replaced by each cancellation
         self._waited = 0.0  # seconds since the last call of `pop_times`
-        self._probe: Probe | None = None
+        self._proof: tuple[Callable[[Complete], ScoredText], list[int]] | None = None  # see `Handover.proof`
+        self._trainer = threading.get_ident()
         self._rollouts = ThreadPoolExecutor(_AT_ONCE)
         self._servers = [self._server_at(url, options.engine_kind) for url in options.engine]
         silent: list[Gone] = []
@@ -188,7 +186,7 @@ class Engine:
           UsageError: It is no server of the protocol, or refuses the request.
         """
         try:
-            models = parse_json(ask(f"{server.url}/v1/models", timeout=min(self._timeout, SOON)))
+            models = decode_answer(ask(f"{server.url}/v1/models", timeout=min(self._timeout, SOON)))
             server.model = str(models["data"][0]["id"])
         except (Failure, ValueError, LookupError, TypeError) as error:
             raise (Gone if isinstance(error, Gone) else UsageError)(
@@ -209,16 +207,18 @@ class Engine:
         Raises:
           Interruption: The rollout was cancelled, or the parameters cannot be written.
         """
-        cancelled = self._cancelled
-        with self._using(params) as parcel:
-            self._write(parcel, params)
-            ready = time.monotonic()
-            with self._turns[isinstance(params, Adapted)]:
-                self._waited += time.monotonic() - ready
-                _check_goes_on(cancelled)
+        cancelled, version = self._cancelled, self._written(params).version
+        ready = time.monotonic()
+        with self._turns[isinstance(params, Adapted)]:
+            self._waited += time.monotonic() - ready
+            _check_goes_on(cancelled)
+            self._sampling.append(version)
+            try:
                 yield
-        for server in self._servers:
-            self._unload(server, params)
+            finally:
+                self._sampling.remove(version)
+                for server in self._servers:
+                    self._unload(server, params)
 
     def submit(
         self, params: Params, requests: Sequence[Request], journal: Journal = NO_JOURNAL
@@ -237,15 +237,33 @@ class Engine:
           Interruption if no server answers within the timeout, or one refuses a request, gives a wrong answer or does
           not hold the parameters.
         """
-        if self._probe is None:
+        if self._proof is None:
             prompt = max((request.body["prompt"] for request in requests), key=len)
-            max_tokens = requests[0].body["max_tokens"]
-            # The average over a short prompt would be noise in bfloat16.
-            size = max(len(prompt), min(_PROOF_WIDTH, len(prompt) + max_tokens - 1))
-            text = (prompt * _PROOF_WIDTH)[:size]
-            num_tokens = min(_PROOF_TOKENS, max_tokens)
-            self._probe = Probe(prompt, self._temperature, num_tokens, self._model.vocab_size, text)
-        return self._rollouts.submit(self._complete, params, requests, journal, self._cancelled)
+            self.choose_proof(prompt, requests[0].body["max_tokens"])
+        return self._rollouts.submit(self._complete, params, requests, journal, self._cancelled, self._may_score())
+
+    def choose_proof(self, prompt: list[int], max_tokens: int) -> None:
+        """Chooses what servers must sample and score to prove that they hold parameters.
+
+        Args:
+          prompt: The tokens of a prompt.
+          max_tokens: The largest number of tokens of a completion.
+        """
+        # The average over a short prompt would be noise in bfloat16.
+        size = max(len(prompt), min(_PROOF_WIDTH, len(prompt) + max_tokens - 1))
+        text = (prompt * _PROOF_WIDTH)[:size]
+        sample = partial(
+            score_sampled,
+            read=self._read,
+            prompt=prompt,
+            temperature=self._temperature,
+            count=min(_PROOF_TOKENS, max_tokens),
+        )
+        self._proof = sample, text
+
+    def _may_score(self) -> bool:
+        """Returns whether this thread may start programs of the trainer. Those of several devices need one order."""
+        return self._is_single or (hosts.count() == 1 and threading.get_ident() == self._trainer)
 
     def cancel(self) -> None:
         """Ends the rollouts that are being sampled. Their futures raise an Interruption."""
@@ -260,15 +278,19 @@ class Engine:
         return {"version_wait_s": round(waited, 4)}
 
     def _complete(
-        self, params: Params, requests: Sequence[Request], journal: Journal, cancelled: threading.Event
+        self,
+        params: Params,
+        requests: Sequence[Request],
+        journal: Journal,
+        cancelled: threading.Event,
+        may_score: bool,
     ) -> list[SampledTokens]:
-        with self._using(params) as parcel:
-            self._write(parcel, params)
-            kept = {place: journal.find(parcel.digest, request.digest) for place, request in enumerate(requests)}
-            answers = {place: tokens for place, tokens in kept.items() if tokens is not None}
-            return self._complete_missing(Draw(params, parcel, requests, journal, cancelled), answers)
+        parcel = self._written(params)
+        kept = {place: journal.find(parcel.digest, request.digest) for place, request in enumerate(requests)}
+        answers = {place: tokens for place, tokens in kept.items() if tokens is not None}
+        return self._complete_missing(Draw(params, parcel, requests, journal, cancelled, may_score), answers)
 
-    def _complete_missing(self, draw: "Draw", answers: dict[int, SampledTokens]) -> list[SampledTokens]:
+    def _complete_missing(self, draw: Draw, answers: dict[int, SampledTokens]) -> list[SampledTokens]:
         """Samples the completions that have no answer yet, and returns all of them."""
         requests = draw.requests
         failures: dict[Server, Gone] = {}  # of the servers that were asked in vain since the last pause
@@ -313,7 +335,7 @@ class Engine:
             shares[first if first in ready else ready[group % len(ready)]].append(place)
         return shares
 
-    def _draw(self, server: Server, draw: "Draw", places: list[int]) -> tuple[dict[int, SampledTokens], Gone | None]:
+    def _draw(self, server: Server, draw: Draw, places: list[int]) -> tuple[dict[int, SampledTokens], Gone | None]:
         """Samples completions with one server, by place, all of them with these parameters. Also returns its failure.
 
         Raises:
@@ -335,10 +357,9 @@ class Engine:
             return {}, error
 
     def _ask_all(
-        self, server: Server, handover: Handover, draw: "Draw", places: list[int]
+        self, server: Server, handover: Handover, draw: Draw, places: list[int]
     ) -> tuple[dict[int, SampledTokens], Gone | None]:
         """Sends requests concurrently. After a failure, no further requests begin. Also returns the failure."""
-        keep = self._keeper(server, handover, draw)
 
         def ask_for(place: int) -> SampledTokens:
             body = draw.requests[place].body
@@ -346,47 +367,32 @@ class Engine:
                 raise Gone("the rollout was cancelled")
             try:
                 answer = handover.complete(server, draw.parcel.version, body)
-                tokens = read_completion(answer, body, self._model.vocab_size, self._model.stop)
+                return self._read(answer, body)
             except Wrong as error:
                 raise Interruption(f"the engine at {server.url} {error}: nothing was learned from it") from None
-            keep(draw.requests[place], tokens)
-            return tokens
 
-        with ThreadPoolExecutor(min(_AT_ONCE, len(places))) as pool:
-            draws = {place: pool.submit(ask_for, place) for place in places}
-            wait(draws.values(), return_when=FIRST_EXCEPTION)
-            pool.shutdown(cancel_futures=True)
-        keep(None, None)
-        ended = {place: draw for place, draw in draws.items() if not draw.cancelled()}
-        errors = [error for draw in ended.values() if (error := draw.exception())]
+        sampled: dict[int, SampledTokens] = {}
+        errors: list[BaseException] = []
+        with ThreadPoolExecutor(min(_AT_ONCE, len(places)) or 1) as pool:
+            asked = {pool.submit(ask_for, place): place for place in places}
+            left = {*asked}
+            while left:
+                ended, left = wait(left, _KEEP_SECONDS, FIRST_EXCEPTION)
+                errors += [error for each in ended if (error := each.exception())]
+                if errors and left:
+                    pool.shutdown(cancel_futures=True)
+                    left = {each for each in left if not each.cancelled()}
+                new = {asked[each]: each.result() for each in ended if not each.exception()}
+                # A server that was started again might have sampled them with other parameters.
+                if new and draw.journal.keep and handover.holds(server, draw.parcel.version) is not False:
+                    draw.journal.keep(
+                        [draw.requests[place].line(draw.parcel.digest, tokens) for place, tokens in new.items()]
+                    )
+                sampled |= new
         for error in errors:
             if not isinstance(error, Gone):
                 raise error
-        sampled = {place: draw.result() for place, draw in ended.items() if not draw.exception()}
         return sampled, next((error for error in errors if isinstance(error, Gone)), None)
-
-    def _keeper(self, server: Server, handover: Handover, draw: "Draw") -> Callable[..., None]:
-        """Returns a function that keeps finished completions, once the server still holds their parameters.
-
-        A server that was started again might have sampled them with others. It is asked at most twice a second, and
-        when the function is called without a completion.
-        """
-        finished: list[tuple[Request, SampledTokens]] = []
-        lock, checked = threading.Lock(), time.monotonic()
-
-        def keep(request: Request | None, tokens: SampledTokens | None) -> None:
-            nonlocal checked
-            with lock:
-                if request is not None and tokens is not None:
-                    finished.append((request, tokens))
-                    if time.monotonic() - checked < _CHECK_SECONDS:
-                        return
-                checked = time.monotonic()
-                kept, finished[:] = list(finished), []
-            if kept and draw.journal is not NO_JOURNAL and handover.holds(server, draw.parcel.version) is not False:
-                draw.journal.keep([request.line(draw.parcel.digest, tokens) for request, tokens in kept])
-
-        return keep
 
     # ---- parameters
 
@@ -398,59 +404,52 @@ class Engine:
         Args:
           params: The parameters of the policy, as the trainer's thread has them.
         """
-        with self._sorting:
-            parcel = self._parcel(params)
-            copy = parcel.copy()
-            if copy is None:
-                copy = self._model.copy(params)
-                tree = _refs(copy)
-                parcel.trees.append(tree)
-                parcel.copies.append((jax.tree.structure(copy), tree))
-            if parcel.scores is None and self._probe:
-                parcel.scores = self._model.score(copy, self._probe.text, 1.0)
+        source, copy = self._taken
+        is_first = copy is None
+        if not _are(source, params):
+            copy = self._copy(params)
+            self._taken = _refs(params), copy
+        parcel = self._parcel(copy)
+        if parcel.scores is None and self._proof:
+            parcel.scores = self._score(params, self._proof[1], 1.0)
+        if is_first and not self._is_single and self._may_score():  # later threads could not score
+            draw = Draw(params, self._written(copy), [], NO_JOURNAL, self._cancelled)
+            for server in self._servers:
+                self._draw(server, draw, [])
         return copy
 
     def _parcel(self, params: Params) -> Parcel:
-        """Returns the parcel of parameters. A new one replaces those that nothing needs any more."""
-        known = next((parcel for parcel in self._parcels if parcel.has(params)), None)
-        if known is None:
-            needed = [parcel for parcel in self._parcels if parcel.users or parcel.copy() is not None]
-            for parcel in self._parcels:
-                if parcel.folder and parcel not in needed:
-                    shutil.rmtree(parcel.folder, ignore_errors=True)
-            known = Parcel([_refs(params)])
-            self._parcels = [*needed, known]
+        """Returns the parcel of parameters. A new one replaces those whose parameters are gone."""
+        with self._sorting:
+            known = next((parcel for parcel in self._parcels if _are(parcel.leaves, params)), None)
+            if known is None:
+                known = Parcel(_refs(params))
+                gone = [parcel for parcel in self._parcels if any(leaf() is None for leaf in parcel.leaves)]
+                self._parcels = [*(parcel for parcel in self._parcels if parcel not in gone), known]
+                for parcel in gone:
+                    if parcel.folder:
+                        shutil.rmtree(parcel.folder, ignore_errors=True)
         return known
 
-    @contextmanager
-    def _using(self, params: Params) -> Iterator[Parcel]:
-        """Opens a block that needs the parcel of parameters."""
-        with self._sorting:
-            parcel = self._parcel(params)
-            parcel.users += 1
-        try:
-            yield parcel
-        finally:
-            with self._sorting:
-                parcel.users -= 1
-
-    def _write(self, parcel: Parcel, params: Params) -> None:
-        """Writes parameters to a new folder, unless they are there."""
+    def _written(self, params: Params) -> Parcel:
+        """Returns the parcel of parameters, and writes its folder if there is none."""
+        parcel = self._parcel(params)
         with parcel.writing:
             if parcel.folder is None:
                 folder = self._save("parameters", params)
                 names = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
                 parcel.digest, parcel.folder = hash_values(hash_files(folder, names)), folder
+        return parcel
 
     def _save(self, name: str, params: Params) -> Path:
         folder = self._folder / f"{name}-{uuid.uuid4().hex[:12]}"
         try:
-            self._model.save(folder, params)
+            self._save_params(folder, params)
         except OSError as error:
             raise Interruption(f"{self._folder} cannot take parameters ({lacking(error) or error})") from None
         return folder
 
-    def _load(self, server: Server, handover: Handover, draw: "Draw") -> None:
+    def _load(self, server: Server, handover: Handover, draw: Draw) -> None:
         """Makes a server load parameters, unless it holds them.
 
         Raises:
@@ -461,11 +460,18 @@ class Engine:
             server.forget()  # it was started again
         if parcel.version in server.versions:
             return
-        if isinstance(params, Adapted) and not server.version:
+        if isinstance(params, Adapted) and not server.version and draw.may_score:
             self._load_base(server, params.base)
+
+        def score(text: ScoredText) -> Scores | None:
+            if parcel.scores and self._proof and text.ids == self._proof[1]:
+                return parcel.scores
+            return self._score(params, text.ids, text.temperature) if draw.may_score else None
+
+        # A server that is new also proves how it samples.
+        is_enough = parcel.scores is not None and bool(server.version or not draw.may_score)
         assert parcel.folder
-        scores = parcel.scores if server.version else None  # a server that is new proves how it samples too
-        self._hand_over(server, handover, params, parcel.folder, scores)
+        self._hand_over(server, handover, parcel.folder, score, is_enough)
         server.versions = [*(server.versions if handover.unload else ()), parcel.version]
         self._unload(server, params)
 
@@ -474,8 +480,7 @@ class Engine:
         if not isinstance(params, Adapted) or not (unload := handover_of(server, params).unload):
             return
         with self._sorting:
-            used = {parcel.version for parcel in self._parcels if parcel.users and parcel.folder}
-            idle = [version for version in server.versions[:-1] if version not in used]
+            idle = [version for version in server.versions[:-1] if version not in self._sampling]
             server.versions = [version for version in server.versions if version not in idle]
         for version in idle:
             unload(server, version)
@@ -483,23 +488,27 @@ class Engine:
     def _load_base(self, server: Server, base: Params) -> None:
         """Makes a server load the base of adapters, unless it holds it."""
         handover = handover_of(server, base)
-        if not self._difference(server, handover, base, ""):
+
+        def score(text: ScoredText) -> Scores:
+            return self._score(base, text.ids, text.temperature)
+
+        if not self._difference(server, handover, "", score, False):
             return
         folder = self._save("base", base)
         try:
-            self._hand_over(server, handover, base, folder)
+            self._hand_over(server, handover, folder, score, False)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _hand_over(
-        self,
-        server: Server,
-        handover: Handover,
-        params: Params,
-        folder: Path,
-        scores: Callable[[], np.ndarray] | None = None,
-    ) -> None:
-        """Makes a server load parameters, and raises if it does not hold them then."""
+    def _hand_over(self, server: Server, handover: Handover, folder: Path, score: Score, is_enough: bool) -> None:
+        """Makes a server load parameters, and raises if it does not hold them then.
+
+        Args:
+          server, handover: The server, and the way in which it gets parameters.
+          folder: The folder of the parameters.
+          score: text -> the trainer's scores; None: they cannot be computed in this thread.
+          is_enough: True if it is enough to score the text of the proof.
+        """
         handover.send(server, folder)
         handover.finish(server, folder.name)
         if handover.holds(server, folder.name) is False:
@@ -507,34 +516,20 @@ class Engine:
                 f"the engine at {server.url} was told to load {folder.name}, and does not hold it: something "
                 "between it and the trainer drops requests"
             )
-        if difference := self._difference(server, handover, params, folder.name, scores):
+        if difference := self._difference(server, handover, folder.name, score, is_enough):
             raise Interruption(f"the engine at {server.url} does not sample from the policy: {difference}")
 
-    def _difference(
-        self,
-        server: Server,
-        handover: Handover,
-        params: Params,
-        version: str,
-        known: Callable[[], np.ndarray] | None = None,
-    ) -> str:
-        """Returns how log-probabilities of a server and of the trainer differ, with likely causes; "" if they agree.
-
-        Args:
-          server, handover: The server, and the way in which it got the parameters.
-          params: The parameters.
-          version: Their version.
-          known: Waits for the trainer's scores of the text of the proof. None: they are computed, as are those of
-            sampled tokens.
-        """
-        assert self._probe
+    def _difference(self, server: Server, handover: Handover, version: str, score: Score, is_enough: bool) -> str:
+        """Returns how log-probabilities of a server and of the trainer differ, with likely causes; "" if they agree."""
+        assert self._proof
         try:
-            texts = handover.proof(partial(handover.complete, server, version), self._probe, known is not None)
+            texts = handover.proof(partial(handover.complete, server, version), *self._proof, is_enough)
         except Wrong as error:
             raise Interruption(f"the engine at {server.url} {error}") from None
         for text in texts:
-            score = known if known and text.ids == self._probe.text else None
-            scores = (score or self._model.score(params, text.ids, text.temperature))()[-len(text.logprobs) :]
+            if (scored := score(text)) is None:
+                continue
+            scores = scored()[-len(text.logprobs) :]
             difference = self._average(np.abs(scores - text.logprobs)) if text.logprobs else 0.0
             if not difference <= self.rounding:
                 return (
@@ -544,18 +539,14 @@ class Engine:
         return ""
 
 
-class Draw(NamedTuple):
-    """The completions of one call of `Engine.submit`."""
-
-    params: Params
-    parcel: Parcel
-    requests: Sequence[Request]
-    journal: Journal
-    cancelled: threading.Event
-
-
-def _refs(params: Params) -> Leaves:
+def _refs(params: Params) -> Refs:
     return [weakref.ref(x) for x in jax.tree.leaves(params)]
+
+
+def _are(refs: Refs, params: Params) -> bool:
+    """Returns whether references are to the leaves of these parameters."""
+    leaves = jax.tree.leaves(params)
+    return len(refs) == len(leaves) and all(ref() is x for ref, x in zip(refs, leaves, strict=True))
 
 
 def _check_goes_on(cancelled: threading.Event) -> None:

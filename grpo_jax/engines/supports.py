@@ -1,7 +1,7 @@
 """Supports of tokens that a server sampled, computed from the parameters that it held.
 
 With top-k, top-p or min-p a server reports log-probabilities over the tokens that it could draw, but not which ones
-these are. The trainer truncates its own logits in the same way. Rounding decides if a token at the border is in.
+these are. The trainer limits its own logits in the same way. Rounding decides if a token at the border is in.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,12 @@ from grpo_jax.config import SamplingConfig
 from grpo_jax.devices import Devices, jit_on_devices, map_rows
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.functional.products import einsum
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
-from grpo_jax.sampling.sampler import Completions, keep_support, truncate, truncation_of
-from grpo_jax.step import Batch, states_of
+from grpo_jax.models.rows.geometry import PromptTokens
+from grpo_jax.sampling.sampler import Completions, keep_support, limit_logits, limits_of
+from grpo_jax.scoring import states_of
+from grpo_jax.step import Batch
 
 _AT_ONCE = 128  # tokens whose logits are held
 _SLACK = 0.1  # of the rounding, in the limits that decide if a token is at the border
@@ -84,20 +85,20 @@ def support_of(
       The ids that are kept of the support, int32 `[K]`; the token's log-probability over the whole support, and over
       the kept ids; and true if rounding of the logits may change the former by more than `rounding`.
     """
-    truncated = _truncate(logits, sampling, 0.0)
-    is_missing = truncated[chosen] == -jnp.inf
-    truncated = truncated.at[chosen].set(logits[chosen])
-    ids, kept_logprob = keep_support(truncated, chosen, sampling.kept_tokens)
+    limited = _limit(logits, sampling, 0.0)
+    is_missing = limited[chosen] == -jnp.inf
+    limited = limited.at[chosen].set(logits[chosen])
+    ids, kept_logprob = keep_support(limited, chosen, sampling.kept_tokens)
     slack = _SLACK * rounding
-    widest = _truncate(logits, sampling, slack)
+    widest = _limit(logits, sampling, slack)
     lowest = jnp.min(jnp.where(widest > -jnp.inf, widest, jnp.inf))
     widest = jnp.where(logits >= lowest - slack, logits, -jnp.inf)  # tokens that are as likely
-    spread = jax.nn.logsumexp(widest) - jax.nn.logsumexp(_truncate(logits, sampling, -slack))
-    return ids, logits[chosen] - jax.nn.logsumexp(truncated), kept_logprob, is_missing | (spread > rounding)
+    spread = jax.nn.logsumexp(widest) - jax.nn.logsumexp(_limit(logits, sampling, -slack))
+    return ids, logits[chosen] - jax.nn.logsumexp(limited), kept_logprob, is_missing | (spread > rounding)
 
 
-def _truncate(logits: jax.Array, sampling: SamplingConfig, slack: float) -> jax.Array:
-    """Truncates as vLLM does, which applies min-p first, with limits that are wider by `slack`."""
-    logits = truncate(logits, truncation_of(0, 1.0, sampling.min_p * (1 - slack)), ())
+def _limit(logits: jax.Array, sampling: SamplingConfig, slack: float) -> jax.Array:
+    """Limits tokens as vLLM does, which applies min-p first, with limits that are wider by `slack`."""
+    logits = limit_logits(logits, limits_of(0, 1.0, sampling.min_p * (1 - slack)), ())
     top_p = sampling.top_p + slack if sampling.top_p < 1 else 1.0
-    return truncate(logits, truncation_of(sampling.top_k, top_p, 0.0), ())
+    return limit_logits(logits, limits_of(sampling.top_k, top_p, 0.0), ())

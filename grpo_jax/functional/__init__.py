@@ -118,11 +118,7 @@ from grpo_jax.functional.preference import (
 )
 
 # Published methods
-from grpo_jax.functional.presets import (
-    PRESETS as PRESETS,
-    check as check,
-    ignore_lengths as ignore_lengths,
-)
+from grpo_jax.functional.presets import PRESETS as PRESETS, check as check, ignore_lengths as ignore_lengths
 
 # Rewards, and advantages of tokens
 from grpo_jax.functional.returns import (

@@ -515,8 +515,8 @@ def clip_cov_term(
     candidates = free & (covariance > covariance_low) & (covariance < covariance_high)
     # Each device draws for all devices, so that the choice does not depend on their number.
     index, count = device_index_and_count(axis_name)
-    scores = jax.random.uniform(key, (count, *mask.shape))[index]
-    chosen = _largest(scores, candidates, mask, share, axis_name)
+    numbers = jax.random.uniform(key, (count, *mask.shape))[index]
+    chosen = _largest(numbers, candidates, mask, share, axis_name)
     return jnp.where(mask & ~chosen, loss, 0)
 
 
@@ -583,13 +583,15 @@ def _completion_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     )
 
 
-def _largest(scores: jax.Array, candidates: jax.Array, mask: jax.Array, share: float, axis_name: AxisName) -> jax.Array:
-    """Chooses the candidates of largest scores, bool; as many as `share` of the tokens, at least one."""
-    scores = maybe_all_gather(jnp.where(candidates, scores, -jnp.inf).ravel(), axis_name)
-    most = max(int(share * scores.size), 1)  # static, since the mask cannot have more tokens than this
+def _largest(
+    numbers: jax.Array, candidates: jax.Array, mask: jax.Array, share: float, axis_name: AxisName
+) -> jax.Array:
+    """Chooses the candidates of largest numbers, bool; as many as `share` of the tokens, at least one."""
+    numbers = maybe_all_gather(jnp.where(candidates, numbers, -jnp.inf).ravel(), axis_name)
+    most = max(int(share * numbers.size), 1)  # static, since the mask cannot have more tokens than this
     num_tokens = maybe_psum(jnp.sum(mask, dtype=jnp.float32), axis_name)
     num_chosen = jnp.maximum((share * num_tokens).astype(jnp.int32), 1)
-    values, places = jax.lax.top_k(scores, most)
+    values, places = jax.lax.top_k(numbers, most)
     chosen = (jnp.arange(most) < num_chosen) & (values > -jnp.inf)
-    all_devices = jnp.zeros(scores.size, bool).at[places].set(chosen)
+    all_devices = jnp.zeros(numbers.size, bool).at[places].set(chosen)
     return all_devices.reshape(-1, *mask.shape)[device_index_and_count(axis_name)[0]]

@@ -1,7 +1,8 @@
 """Arithmetic that depends on the backend: its traits, and products written for them.
 
 `Traits` lists the strengths of a backend. All code reads them from `traits_of_backend`, so that a test or a benchmark
-can assume other traits with `assume_traits`. Only this module and `models.cache` know why an order of sums is faster.
+can assume other traits with `assume_traits`. Only this module and `models.decoder.cache` know why an order of sums is
+faster.
 """
 
 import math

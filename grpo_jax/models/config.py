@@ -15,7 +15,7 @@ Dtype = Literal["float32", "bfloat16"]
 Rounding = Literal["nearest", "stochastic"]
 Remat = Literal["none", "layer", "offload"]
 Router = Literal["trained", "frozen"]
-# Kinds of scores that an implementation of attention does not compute
+# Kinds of products of queries and keys that an implementation of attention does not compute
 _NOT_COMPUTED = {
     "xla": ("attn_logit_softcapping", "attention_sinks"),
     "cudnn": ("attn_logit_softcapping", "attention_sinks"),
@@ -68,8 +68,8 @@ class RopeScaling(NamedTuple):
     """A stretching of rotations, for contexts longer than the original training context.
 
     linear: all positions are divided by the factor (2306.15595). llama3: long waves are stretched by the factor
-    (2407.21783). yarn: long waves are stretched, short waves stay, and scores are larger (2309.00071). longrope: each
-    wave is stretched by a factor of its own, and scores are larger (2402.13753). dynamic: nothing changes within the
+    (2407.21783). yarn: long waves are stretched, short waves stay, and products are larger (2309.00071). longrope: each
+    wave is stretched by a factor of its own, and products are larger (2402.13753). dynamic: nothing changes within the
     original context, and longer texts are refused.
     """
 
@@ -153,7 +153,7 @@ class ModelConfig:
     zero_centered_norms: bool = False  # scales are 1 + w: Gemma
     embedding_multiplier: _Number = 1.0  # √hidden_size: Gemma; any number: Granite
     residual_multiplier: _Number = 1.0  # of the outputs of attention and of the MLP, before they are added: Granite
-    attention_multiplier: _Number | None = None  # scores are q·k times this; None: see query_pre_attn_scalar. Granite
+    attention_multiplier: _Number | None = None  # products are q·k times this; None: see query_pre_attn_scalar. Granite
     logits_scaling: _Number = 1.0  # the divisor of the last norm's output, and thus of the logits: Granite
     hidden_act: Activation = "silu"  # Gemma: gelu_pytorch_tanh
     tie_word_embeddings: bool = True
@@ -162,7 +162,9 @@ class ModelConfig:
     mlp_bias: bool = False  # Llama
     qk_norm: bool = False  # RMS norm of each head's queries and keys: Qwen3, Gemma 3
     qk_norm_across_heads: bool = False  # one norm across all heads instead: OLMo
-    attention_sinks: bool = False  # a learned score for each head takes part in the softmax, and adds nothing: gpt-oss
+    attention_sinks: bool = (
+        False  # a learned product for each head takes part in the softmax, and adds nothing: gpt-oss
+    )
     gated_attention: bool = False  # attended values are multiplied by sigmoid(gate), from q_proj too: Qwen3.5
     value_norm: bool = False  # RMS norm of each head's values, without scales: Gemma 4
     global_heads: Heads | None = None  # heads of the layers without a window, if they differ: Gemma 4
@@ -173,8 +175,8 @@ class ModelConfig:
     layer_scales: bool = False  # the output of each layer is multiplied by a number, which is not trained: Gemma 4
     delta: DeltaConfig | None = None  # the delta net of delta_layers: Qwen3.5
     delta_layers: tuple[int, ...] = ()  # layers with a delta net instead of attention
-    query_pre_attn_scalar: _Number | None = None  # scores are q·k / √this; None: head_dim. Gemma
-    attn_logit_softcapping: _Number | None = None  # c in c·tanh(s/c), of scores before their softmax: Gemma 2
+    query_pre_attn_scalar: _Number | None = None  # products are q·k / √this; None: head_dim. Gemma
+    attn_logit_softcapping: _Number | None = None  # c in c·tanh(s/c), of products before their softmax: Gemma 2
     final_logit_softcapping: _Number | None = None  # c in c·tanh(s/c), of the logits: Gemma 2
     sliding_window: _Length | None = None  # tokens that a token attends to, itself included: Mistral, Gemma
     sliding_layers: tuple[int, ...] | None = None  # the layers that have the window; None: all
@@ -186,8 +188,8 @@ class ModelConfig:
     dtype: Dtype = "float32"
     # Rounding of parameters to bfloat16, for products in bfloat16: see `rounding`.
     rounding: Rounding = "nearest"
-    # The part that the backward pass computes again. "none": norms, rotations and attention scores, but no projection.
-    # "layer": each whole layer, from its input. "offload": each whole layer, with its input kept in host memory.
+    # The part that the backward pass computes again. "none": norms, rotations and q·k, but no projection. "layer":
+    # each whole layer, from its input. "offload": each whole layer, with its input kept in host memory.
     remat: Remat = "none"
     # Attention over prompt and completion in a row. "shared": two products with a softmax between them. "xla" and
     # "cudnn": jax.nn.dot_product_attention; cudnn is flash attention for bfloat16 on NVIDIA GPUs. "tokamax": that

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from grpo_jax.models.geometry import PromptTokens, Rows, positions_in_texts, prompt_positions
-from grpo_jax.models.params import Params
+from grpo_jax.models.params.tree import Params
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.rows.geometry import PromptTokens, Rows, positions_in_texts, prompt_positions
 
 
 def nnx_policy(

@@ -21,17 +21,17 @@ import numpy as np
 from grpo_jax.errors import UsageError, make_folder, reason_of, user_path
 from grpo_jax.models.chat import Chat, turn_end
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.families import config_from_huggingface, config_to_huggingface, text_part
-from grpo_jax.models.heads import Headed, without_vocabulary
-from grpo_jax.models.params import Adapted, Params, Quantize, check_decoder, check_full_precision
-from grpo_jax.models.weights import (
+from grpo_jax.models.decoder.heads import Headed, without_vocabulary
+from grpo_jax.models.files.families import config_from_huggingface, text_config
+from grpo_jax.models.files.weights import (
     ignored_index,
     load_params,
     read_json,
     save_params,
     untie_if_different,
-    write_json,
+    write_model_json,
 )
+from grpo_jax.models.params.tree import Adapted, Params, Quantize, check_decoder, check_full_precision
 
 # Files of a folder besides weights, and those of them that a run and an export copy. None of them is a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
@@ -75,7 +75,7 @@ def load_pretrained(
       head: True for a classifier with one label, such as a reward model. The parameters are then `heads.Headed`.
       param_dtype: The dtype of the parameters, for any dtype in the files. Default float32, which keeps small updates.
         Decay rates and norms of delta nets are always float32, as in the files of Qwen3.5.
-      quantize: The format of the kernels of projections: int8 or nf4, for LoRA, or none; see `models.quantised`.
+      quantize: The format of the kernels of projections: int8 or nf4, for LoRA, or none; see `models.params.quantised`.
       sharding: A `jax.sharding.Sharding` for all parameters, a tree of shardings that is a prefix of the parameters, or
         a function from the parameters' shapes to either; None: the default device.
       weights: False to load everything but the weights. `params` then holds only shapes.
@@ -127,7 +127,7 @@ def read_config(folder: Path, **overrides: Any) -> ModelConfig:
     file = folder / "config.json"
     written = read_json(file)
     try:
-        config = config_from_huggingface(text_part(written))
+        config = config_from_huggingface(text_config(written))
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from error
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -295,7 +295,7 @@ def save_pretrained(
     params: Params,
     config: ModelConfig,
     *,
-    source: str | Path | None = None,
+    source: str | Path,
     dtype: Any = None,
     max_shard_bytes: int | None = None,
 ) -> Path:
@@ -306,8 +306,7 @@ def save_pretrained(
       params: The parameters of the decoder, with layers stacked and without adapters (use `lora.merge`); or
         `heads.Headed`, which is written as a classifier with one label.
       config: The configuration of the decoder.
-      source: The folder whose config.json, tokenizer, chat template and generation config are copied; None: a
-        config.json is made, and no tokenizer is written.
+      source: The folder whose config.json, tokenizer, chat template and generation config are copied.
       dtype: The dtype of the tensors; None: the dtype of the parameters. In bfloat16 matrices are rounded
         stochastically: see `rounding`. Decay rates and norms of delta nets are always float32.
       max_shard_bytes: The size above which weights are split into several files; None: a sixteenth of all weights,
@@ -318,17 +317,16 @@ def save_pretrained(
       The folder.
 
     Raises:
-      UsageError: The folder is in use, the parameters have adapters, are quantised or belong to another model, or no
-        architecture of transformers has this configuration.
+      UsageError: The folder is in use, or the parameters have adapters, are quantised or belong to another model.
     """
     decoder = params.decoder if isinstance(params, Headed) else params
     if isinstance(decoder, Adapted):
         raise UsageError("these parameters have adapters: save lora.merge of them, or peft.save_adapter")
     check_decoder(decoder)
     check_full_precision(decoder, "save the original ones, or quantised.dequantise_params of them")
-    source = None if source is None else Path(source)
+    source = Path(source)
     dtype = np.dtype(dtype or decoder["embedding"].dtype)
-    written = text_part(read_json(source / "config.json")) if source else config_to_huggingface(config)
+    written = text_config(read_json(source / "config.json"))
     for name in ("quantization_config", "auto_map"):  # the folder has no code, which auto_map would name
         written.pop(name, None)
     if isinstance(params, Headed):
@@ -341,12 +339,10 @@ def save_pretrained(
         max_shard_bytes = min(max(total // 16, 2**26), 2**32)
 
     with complete_or_not_at_all(folder) as partial:
-        if source:
-            copy_text_files(source, partial)
-        write_json(partial / "config.json", written)
-        if source:
-            with suppress(UsageError):  # a tokenizer that cannot be loaded is copied as it is
-                _name_turn_end(partial)
+        copy_text_files(source, partial)
+        write_model_json(partial / "config.json", written)
+        with suppress(UsageError):  # a tokenizer that cannot be loaded is copied as it is
+            _name_turn_end(partial)
         config = replace(config, model_type=written["model_type"])
         save_params(partial, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return Path(folder).expanduser()
@@ -360,7 +356,7 @@ def _name_turn_end(folder: Path) -> None:
     named = _eos_ids_in(file) if file.exists() else _eos_ids_in(folder / "config.json")
     if end is not None and end not in named:
         ids = sorted({end, *named} - {None}, key=int)  # type: ignore[arg-type]
-        write_json(file, (read_json(file) if file.exists() else {}) | {"eos_token_id": ids})
+        write_model_json(file, (read_json(file) if file.exists() else {}) | {"eos_token_id": ids})
 
 
 def classifier_class(model_type: str) -> str:
@@ -380,10 +376,10 @@ def _classifier_config(written: dict[str, Any]) -> dict[str, Any]:
     """Changes the config.json of a decoder to that of a classifier with one label."""
     architectures = [classifier_class(written["model_type"])]
     one_label = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-    return written | {"architectures": architectures, **one_label, "pad_token_id": scoring_padding(written)}
+    return written | {"architectures": architectures, **one_label, "pad_token_id": classifier_padding(written)}
 
 
-def scoring_padding(written: dict[str, Any]) -> int | None:
+def classifier_padding(written: dict[str, Any]) -> int | None:
     """Returns the padding token of a classifier made from the config.json of a decoder.
 
     transformers reads the score at the last token that is not padding, and refuses batches without a padding token. If
@@ -420,21 +416,6 @@ def complete_or_not_at_all(folder: str | Path) -> Iterator[Path]:
     partial.rename(folder)
 
 
-def save_description(folder: Path, config: ModelConfig, *, source: Path | None = None) -> None:
-    """Writes a model's folder without weights, which can be the `source` of `save_pretrained`.
-
-    Args:
-      folder: The folder to write to, which is created. Files with the same names are replaced.
-      config: The configuration of the decoder.
-      source: The folder that the model was loaded from; None: a config.json is made.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if source:
-        copy_text_files(source, folder)
-    else:
-        write_json(folder / "config.json", config_to_huggingface(config))
-
-
 def files_of(folder: Path) -> list[str]:
     """Lists the files of a model's folder that a run depends on: weights, configurations, tokenizer, chat template."""
     patterns = [pattern for pattern in (*_TEXT_FILES, "*.safetensors") if not pattern.startswith("LICENSE")]
@@ -454,6 +435,7 @@ def copy_text_files(source: Path, target: Path) -> None:
     Raises:
       UsageError: A file is a link out of the folder. Its target may be private, and the copy may be published.
     """
+    target.mkdir(parents=True, exist_ok=True)
     home = source.parents[1] if source.parent.name == "snapshots" else source  # links in the hub's cache stay inside
     for name in filter(is_copied, _names(source)):
         file = source / name

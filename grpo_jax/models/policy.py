@@ -15,11 +15,23 @@ import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import Traits, traits_of_backend
-from grpo_jax.models import cache as caches
-from grpo_jax.models.attention import fuses_decoding
-from grpo_jax.models.cache import KeyValues, Memory, Prefix
 from grpo_jax.models.config import Dtype, ModelConfig
-from grpo_jax.models.geometry import (
+from grpo_jax.models.decoder import cache as caches
+from grpo_jax.models.decoder.attention import fuses_decoding
+from grpo_jax.models.decoder.cache import KeyValues, Memory, Prefix
+from grpo_jax.models.decoder.transformer import (
+    Params,
+    by_layer,
+    compute_next,
+    compute_rows,
+    decoding_layout,
+    initial_params,
+    param_shapes,
+)
+from grpo_jax.models.params.rounding import round_stochastically, round_to_nearest
+from grpo_jax.models.params.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
+from grpo_jax.models.params.tree import Adapted, variables
+from grpo_jax.models.rows.geometry import (
     PromptTokens,
     Rows,
     TokenStates,
@@ -29,19 +41,7 @@ from grpo_jax.models.geometry import (
     rows_of_prompts,
     slots_of,
 )
-from grpo_jax.models.params import Adapted, variables
-from grpo_jax.models.pieces import computed_in_pieces, pieces_of_prompts
-from grpo_jax.models.rounding import round_stochastically, round_to_nearest
-from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
-from grpo_jax.models.transformer import (
-    Params,
-    by_layer,
-    compute_next,
-    compute_rows,
-    decoding_layout,
-    initial_params,
-    param_shapes,
-)
+from grpo_jax.models.rows.pieces import computed_in_pieces, pieces_of_prompts
 
 
 class Policy(NamedTuple):
@@ -113,7 +113,7 @@ class Policy(NamedTuple):
 
 
 def suits_cudnn(config: ModelConfig, traits: Traits) -> bool:
-    """Returns whether attention "auto" is cuDNN's: plain scores in bfloat16, of heads that the backend has it for."""
+    """Returns whether attention "auto" is cuDNN's: plain products in bfloat16, of heads that the backend has it for."""
     computes = config.dtype == "bfloat16" and all(
         size % 8 == 0 and size <= traits.flash_features for size in config.head_dims
     )
@@ -128,7 +128,7 @@ def _attention_of_backend(config: ModelConfig) -> ModelConfig:
         if find_spec("tokamax") is None:
             raise UsageError('attention "tokamax" needs the package tokamax: pip install tokamax')
         if config.attn_logit_softcapping and traits_of_backend().backend == "gpu":
-            raise UsageError('attention "tokamax" has no gradient of capped scores on a GPU: set it to "auto"')
+            raise UsageError('attention "tokamax" has no gradient of capped products on a GPU: set it to "auto"')
     if config.attention != "auto":
         return config
     # The backend is queried last, since this initialises JAX, whose options can then no longer be set.

@@ -29,13 +29,14 @@ from grpo_jax.data.types import pad_completions
 from grpo_jax.devices import ONE_DEVICE, Devices
 from grpo_jax.functional import bradley_terry_loss, kto_kl, kto_loss, token_mean_weights
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.heads import Headed, scores
+from grpo_jax.models.decoder.heads import Headed, judge_texts
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.offline.phase import FitObjective, row_scorer
+from grpo_jax.scoring import score_completion_tokens
 from grpo_jax.statistics import Calibration, Interval, bootstrap, calibration
-from grpo_jax.step import Array, Batch, Logs, score_completion_tokens
+from grpo_jax.step import Array, Batch, Logs
 
 
 class PairBatch(NamedTuple):
@@ -166,7 +167,7 @@ def score_pairs(
       model: The policy for `pair_logprobs`, or the decoder's configuration for `pair_rewards`.
       params: The parameters of the model.
       pairs: The M pairs.
-      num_pairs: The number of pairs scored at once; a multiple of the `parts` of a mesh.
+      num_pairs: The number of pairs scored at once; on a mesh, a multiple of `num_shards`.
       devices: The devices that hold the parameters.
 
     Returns:
@@ -279,7 +280,7 @@ def reward_model_objective(config: ModelConfig, *, center_coef: float = 0.0) -> 
 
 def pair_rewards(config: ModelConfig, params: Headed, batch: PairBatch) -> jax.Array:
     """Returns the rewards of both completions, float32 `[N, 2]`."""
-    return scores(decoder_policy(config), params, batch.prompt, batch.completion_ids, batch.completion_mask)
+    return judge_texts(decoder_policy(config), params, batch.prompt, batch.completion_ids, batch.completion_mask)
 
 
 def reward_terms(rewards: Array, batch: PairBatch, *, center_coef: float = 0.0) -> tuple[jax.Array, PairMetrics]:

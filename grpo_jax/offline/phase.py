@@ -19,16 +19,17 @@ from grpo_jax.devices import (
     devices_of,
     jit_on_devices,
     map_rows,
-    parts,
+    num_shards,
     to_devices,
     to_numpy,
 )
 from grpo_jax.errors import UsageError
-from grpo_jax.models.params import join
-from grpo_jax.models.pieces import Pieces, by_prompts, computed_in_pieces
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import join
+from grpo_jax.models.rows.pieces import Pieces, by_prompts, computed_in_pieces
+from grpo_jax.optimizer import learning_rate_schedule, logged_rate, optimizer_of
 from grpo_jax.options import Size, check_ranges
-from grpo_jax.step import Logs, TrainState, init_state, learning_rate_schedule, logged_rate, make_optimizer, train_step
+from grpo_jax.step import Logs, TrainState, init_state, train_step
 
 _MAX_SKIPPED = 5  # steps in a row without finite gradients
 
@@ -55,15 +56,6 @@ class FitObjective(NamedTuple):
     prepare: Callable[[Any, Any, Callable[..., Any]], Any] | None = None
 
 
-class FitPrograms(NamedTuple):
-    """The functions of a phase, each compiled at its first call."""
-
-    # (state, batch, frozen parameters) -> state, metrics
-    train_step: Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, jax.Array]]]
-    # trained parameters -> state. Parameters are copied, since the step donates its state but the caller keeps them
-    init_state: Callable[[Params], TrainState]
-
-
 def make_fit_optimizer(config: SupervisedConfig) -> tuple[optax.Schedule, optax.GradientTransformation]:
     """Returns the learning rate of a phase, and its optimizer.
 
@@ -71,17 +63,14 @@ def make_fit_optimizer(config: SupervisedConfig) -> tuple[optax.Schedule, optax.
       UsageError: There is no such optimizer, or options are set that it does not read.
     """
     check_optimizer(config)
-    learning_rate = learning_rate_schedule(config, config.steps)
-    return learning_rate, make_optimizer(
-        learning_rate,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        optimizer=config.optimizer,
-    )
+    schedule = learning_rate_schedule(config, config.steps)
+    return schedule, optimizer_of(config, schedule)
 
 
 @lru_cache(maxsize=8)
-def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitPrograms:
+def make_fit_programs(
+    objective: FitObjective, config: SupervisedConfig
+) -> tuple[Callable[[Params], TrainState], Callable[..., tuple[TrainState, dict[str, jax.Array]]]]:
     """Checks the configuration and makes the programs of a phase, which are compiled at their first call.
 
     Phases with the same objective and configuration, such as the rounds of a reward model, share their programs.
@@ -91,7 +80,8 @@ def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitP
       config: The configuration of the phase.
 
     Returns:
-      The programs.
+      A function from trained parameters to the first state, which holds copies of them; and the step, (state, batch,
+      frozen parameters) -> (state, metrics), which donates the state.
 
     Raises:
       UsageError: The configuration is invalid.
@@ -110,7 +100,7 @@ def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitP
         return map_rows(map_piece, devices)(params, batch)
 
     def step(state: TrainState, batch: Any, frozen: Any):
-        rate = logged_rate(config, learning_rate, state)
+        rate = logged_rate(config, learning_rate, state.opt_state)
         if objective.prepare is not None:
             batch = objective.prepare(join(state.params, frozen), batch, map_pieces)
         state, metrics = train_step(
@@ -128,12 +118,13 @@ def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitP
     def initial_state(params: Params) -> TrainState:
         return init_state(jax.tree.map(jnp.copy, params), optimizer)
 
-    return FitPrograms(
-        jit_on_devices(step, devices=devices, donate_argnums=(0,)), jit_on_devices(initial_state, devices=devices)
+    return (
+        jit_on_devices(initial_state, devices=devices),
+        jit_on_devices(step, devices=devices, donate_argnums=(0,)),
     )
 
 
-def read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> StepLog:
+def read_metrics(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> StepLog:
     """Returns the line of a step, which is empty unless a line is due or the step was skipped.
 
     Each skipped step has a line, so that lines do not depend on where a run was interrupted.
@@ -169,7 +160,7 @@ def row_scorer(
     Args:
       score: (*constants, parameters, batch `[N, ...]`) -> numbers `[N, ...]`, such as `pairs.pair_logprobs`.
       constants: The first arguments of `score`, such as the policy.
-      devices: The devices that hold the parameters. On a mesh, N must be a multiple of its `parts`.
+      devices: The devices that hold the parameters. On a mesh, N must be a multiple of `num_shards`.
 
     Returns:
       (parameters, batch of NumPy arrays) -> NumPy arrays of all rows.
@@ -194,7 +185,7 @@ def check_rows(config: SupervisedConfig, *, rows: int, name: str) -> None:
       UsageError: The batch cannot be divided. The message says what to change.
     """
     devices = devices_of(config)
-    pieces = config.microbatches * parts(devices)
+    pieces = config.microbatches * num_shards(devices)
     if rows < 1 or rows % pieces:
         along = "devices" if devices.mesh is None else "data x fsdp"
         raise UsageError(f"{name} is {rows}: it must be a multiple of microbatches x {along}, {pieces}, and at least 1")

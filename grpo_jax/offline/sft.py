@@ -10,11 +10,12 @@ import numpy as np
 from grpo_jax.data.packing import Packed
 from grpo_jax.devices import ONE_DEVICE, Devices
 from grpo_jax.functional import masked_sum, token_mean_weights, weighted_sum
-from grpo_jax.models.geometry import rows_of_texts
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import rows_of_texts
 from grpo_jax.offline.phase import FitObjective, row_scorer
-from grpo_jax.step import Batch, Logs, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch, Logs
 
 
 def sft_objective(policy: Policy) -> FitObjective:
@@ -68,7 +69,7 @@ def text_nll(
       policy: The model's functions.
       params: The parameters of the policy.
       batches: Batches of one shape, so that one program is compiled.
-      devices: The devices that hold the parameters. On a mesh, the rows of a batch must be a multiple of its `parts`.
+      devices: The devices that hold the parameters. On a mesh, the rows of a batch must be a multiple of `num_shards`.
 
     Returns:
       Two arrays `[M]`, float64 and int, row by row and in the order of the texts in a row.

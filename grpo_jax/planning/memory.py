@@ -16,17 +16,17 @@ peak = process + held + max(sampling, scoring, learning), in bytes:
 If some devices only sample (`split_shape`), sampling on the others is only their part of a copy's way. A device that
 only samples holds the frozen parameters, and each version of the trained ones that a rollout still needs.
 
-Parameters are counted from the model's trees, sharded as in `models.sharding`. The other terms are rough formulas.
-tests/planning/test_memory.py compares them with XLA's plans for `sample` and `learn`. On a CPU they are at most 10% too
-low, and mostly within 6%; rows of 256 tokens and more are up to 41% too high. On one GPU they are at most 3% too low
-and 25% too high. Fragmentation is not included.
+Parameters are counted from the model's trees, sharded as in `models.params.sharding`. The other terms are rough
+formulas. tests/planning/test_memory.py compares them with XLA's plans for `sample` and `learn`. On a CPU they are at
+most 10% too low, and mostly within 6%; rows of 256 tokens and more are up to 41% too high. On one GPU they are at most
+3% too low and 25% too high. Fragmentation is not included.
 
 A plan is the fastest way to compute a run that fits into the memory of a device. Pieces of `Traits.piece_tokens` with
 remat "none" are fastest. If these do not fit, pieces are halved, down to one prompt with its completions, and only then
 remat is turned on. The choice depends only on the model, the shape and the limit. It is stored in the run's options, so
 that a resumed run computes as before.
 
-Letters as in `models.transformer`: N prompts of P tokens, G completions of T tokens each.
+Letters as in `models.decoder.transformer`: N prompts of P tokens, G completions of T tokens each.
 """
 
 import math
@@ -39,22 +39,22 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat, load_optimizer
-from grpo_jax.devices import Devices, num_hosts, parts
+from grpo_jax.devices import Devices, num_hosts, num_shards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
 from grpo_jax.functional.products import GPU, Traits, traits_of_backend
-from grpo_jax.models import sharding
-from grpo_jax.models.attention import num_blocks
 from grpo_jax.models.config import DELTA_CHUNK, READ, Dtype, Form, ModelConfig, Remat
-from grpo_jax.models.geometry import slots_of
-from grpo_jax.models.heads import without_vocabulary
-from grpo_jax.models.lora import add_adapters
-from grpo_jax.models.params import TARGETS, Quantize, Target
-from grpo_jax.models.pieces import PieceShape, choose_piece
+from grpo_jax.models.decoder.attention import num_blocks
+from grpo_jax.models.decoder.heads import without_vocabulary
+from grpo_jax.models.decoder.transformer import Params, find_repetition, param_shapes
+from grpo_jax.models.params import sharding
+from grpo_jax.models.params.lora import add_adapters
+from grpo_jax.models.params.quantised import quantise_params
+from grpo_jax.models.params.tree import TARGETS, Quantize, Target
 from grpo_jax.models.policy import suits_cudnn
-from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.transformer import Params, param_shapes, repetition
-from grpo_jax.step import make_optimizer
+from grpo_jax.models.rows.geometry import slots_of
+from grpo_jax.models.rows.pieces import PieceShape, choose_piece
+from grpo_jax.optimizer import make_optimizer
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -67,7 +67,7 @@ _WORKSPACE = 32 * 2**20  # bytes that a matrix product of a library takes on an 
 # Python, its modules and XLA's programs: the peak of the process on a CPU was 460 to 760 MiB above the rest of the
 # estimate with all programs from the cache, and 920 to 1,140 with compilations (stories260K and SmolLM2-135M).
 _PROCESS = 900 * 2**20
-_QUERIES = 128  # queries in a block, as in `models.attention.attend`
+_QUERIES = 128  # queries in a block, as in `models.decoder.attention.attend`
 
 
 class Shape(NamedTuple):
@@ -78,7 +78,6 @@ class Shape(NamedTuple):
     prompt_tokens: int = 256  # P
     max_tokens: int = 512  # T
     minibatches: int = 1
-    microbatches: int = 0  # pieces of a minibatch; 0: piece_tokens decides
     piece_tokens: int = GPU.piece_tokens
     lora_rank: int = 0  # 0: all parameters are trained
     lora_targets: tuple[Target, ...] = TARGETS
@@ -86,9 +85,8 @@ class Shape(NamedTuple):
     quantize: Quantize = "none"  # format of the decoder's frozen projections
     critic: Literal["none", "own", "shared"] = "none"
     scorer: ModelConfig | None = None  # a frozen model that scores rollouts, with parameters of the activations' dtype
-    output_bytes: int = 0  # bytes of the scorer's outputs for a token of a rollout
     process_bytes: int = 0  # the device's part of what the process takes in addition to arrays, if they share memory
-    support_bytes: int = 0  # bytes of the supports of a token of a rollout, in all rollouts that are kept
+    token_bytes: int = 0  # bytes kept for a token: supports, in all rollouts that are kept, and the scorer's outputs
     optimizer: Any = "adamw"  # as `load_optimizer` returns it
     copies: int = 1  # copies of trained parameters: the start, and a reference that moves
     fsdp: int = 1
@@ -107,7 +105,6 @@ class Shape(NamedTuple):
             self.prompt_tokens,
             self.group_size,
             self.max_tokens,
-            microbatches=self.microbatches,
             piece_tokens=self.piece_tokens,
         )
 
@@ -136,8 +133,8 @@ class Estimate(NamedTuple):
     params: int  # parameters of the decoder, adapters and a critic
     optimizer: int  # the optimizer's state, such as the two moments of AdamW
     start: int  # the initial trained parameters, for the reference; and a reference that moves
-    scorer: int  # the parameters of a model that scores rollouts, and its outputs for one rollout
-    support: int  # the tokens that each token was sampled from, for training on supports
+    scorer: int  # the parameters of a model that scores rollouts
+    rollout: int  # the tokens that each token was sampled from, for training on supports; and outputs of the scorer
     decoding: int  # a copy of the layers, laid out for decoding, and the unembedding if it is cast
     cache: int  # keys and values of prompts and completions, or the states and convolution inputs of delta nets
     choosing: int  # prompts' pass, logits of one token of each completion, or part of a previous cache; and a workspace
@@ -151,7 +148,7 @@ class Estimate(NamedTuple):
     @property
     def held(self) -> int:
         """The bytes that stay on the device between programs."""
-        return self.params + self.optimizer + self.start + self.scorer + self.support
+        return self.params + self.optimizer + self.start + self.scorer + self.rollout
 
     @property
     def sampling(self) -> int:
@@ -187,7 +184,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     if model.experts:  # the loop over layers copies the experts of a layer
         prefill += _whole_layer(model, shape)
     keys_and_values = _keys_and_values(model, shape)
-    # See `models.attention.fuses_decoding`: attention that reads only filled slots needs no cache that grows.
+    # See `models.decoder.attention.fuses_decoding`: attention that reads only filled slots needs no cache that grows.
     grows = not (shape.is_on_one_gpu and _is_fused(model, shape))
     copied_from = shape.traits.grows_from if grows else shape.traits.narrows_from
     previous = round(_PREVIOUS * keys_and_values) if shape.max_tokens >= copied_from else 0
@@ -200,7 +197,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         optimizer=_optimizer_state(replace(model, remat="none"), shape._replace(piece_tokens=0)),
         start=shape.copies * trained,
         scorer=_scorer(model, shape),
-        support=shape.support_bytes * rows * shape.max_tokens,
+        rollout=shape.token_bytes * rows * shape.max_tokens,
         decoding=_decoding(model, shape),
         cache=keys_and_values + rows * len(model.delta_layers) * FLOAT32 * _state(model),
         choosing=max(prefill, logits, previous) + workspace,
@@ -289,10 +286,10 @@ def bytes_on_device(tree: Any, mesh: Any) -> int:
 def _on_device(tree: Any, mesh: Any) -> list[tuple[Any, int]]:
     """Returns the leaves of a tree, each with the number of its elements on one device."""
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(sharding.specs(tree, mesh)), strict=True)
-    return [(x, x.size // parts_of(spec, mesh)) for x, spec in leaves]
+    return [(x, x.size // count_shards(spec, mesh)) for x, spec in leaves]
 
 
-def parts_of(spec: jax.sharding.PartitionSpec, mesh: Any) -> int:
+def count_shards(spec: jax.sharding.PartitionSpec, mesh: Any) -> int:
     """Counts the shards that a `PartitionSpec` cuts an array into."""
     axes = [name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
     return math.prod(mesh[name] for name in axes)
@@ -344,7 +341,7 @@ def _projected(model: ModelConfig, shape: Shape, form: Form) -> int:
 
 
 def _is_fused(model: ModelConfig, shape: Shape) -> bool:
-    """Returns whether cuDNN computes attention, which then keeps no scores."""
+    """Returns whether cuDNN computes attention, which then keeps no products."""
     return model.attention == "cudnn" or (model.attention == "auto" and suits_cudnn(model, shape.traits))
 
 
@@ -428,24 +425,24 @@ def _activations(model: ModelConfig, shape: Shape) -> int:
     working = (2 if model.remat == "none" or shape.is_on_one_gpu else 3) * max(layer_projections) * tokens
     if model.experts:  # a token is copied to each of its experts
         working += 6 * model.experts.num_experts_per_tok * model.hidden_size * tokens
-    # A prompt's keys and values are copied to each of its completions. Scores are in float32.
+    # A prompt's keys and values are copied to each of its completions. Products are in float32.
     pairs = piece.rows * piece.texts * (shape.prompt_tokens + piece.width)
     working += 4 * _keys(model, shape) * pairs
-    scores = 4 * FLOAT32 * piece.rows * piece.texts * (model.num_attention_heads // shape.tensor) * _scores(shape)
-    scores = 0 if _is_fused(model, shape) else scores
+    products = 4 * FLOAT32 * piece.rows * piece.texts * (model.num_attention_heads // shape.tensor) * _products(shape)
+    products = 0 if _is_fused(model, shape) else products
     whole_layers = (shape.fsdp > 1 or shape.quantize != "none") + (model.experts is not None)  # gradients of experts
     # XLA on a CPU computes delta nets ahead of the loop over layers again all at once, also with remat.
-    ahead = sum(form.mixer == "delta" for form in forms[: repetition(forms)[0]])
+    ahead = sum(form.mixer == "delta" for form in forms[: find_repetition(forms)[0]])
     nets = max(ahead, min(len(model.delta_layers), 1))
-    scores = max(scores, FLOAT32 * nets * tokens * _delta_elements(model))
+    products = max(products, FLOAT32 * nets * tokens * _delta_elements(model))
     layer = working * BYTES[model.dtype] + whole_layers * _whole_layer(model, shape)
     if model.experts:  # all layers of a period are in memory at once
-        layer *= repetition(forms)[1]
-    return stored * _bytes(model, shape) + _unrolled(model, shape) + max(layer + scores, _logits(model, shape))
+        layer *= find_repetition(forms)[1]
+    return stored * _bytes(model, shape) + _unrolled(model, shape) + max(layer + products, _logits(model, shape))
 
 
-def _scores(shape: Shape) -> int:
-    """Counts the attention scores of a head and a text in memory: of one block of queries, or on CPU of many blocks."""
+def _products(shape: Shape) -> int:
+    """Counts the products q·k of a head and a text in memory: of one block of queries, or on CPU of many blocks."""
     prompt, width = shape.prompt_tokens, shape.piece.width
     if shape.traits.backend == "cpu":
         return min(width, 16 * _QUERIES) * (prompt + min(width, (width + _QUERIES) // 2))
@@ -463,11 +460,8 @@ def _logits(model: ModelConfig, shape: Shape) -> int:
 
 
 def _scorer(model: ModelConfig, shape: Shape) -> int:
-    """Returns the bytes of the parameters and outputs of a model that scores rollouts."""
-    if shape.scorer is None:
-        return 0
-    params = BYTES[model.dtype] * size_on_device(param_shapes(shape.scorer), shape.mesh)
-    return params + shape.output_bytes * shape.num_prompts * shape.group_size * shape.max_tokens
+    """Returns the bytes of the parameters of a model that scores rollouts."""
+    return BYTES[model.dtype] * size_on_device(param_shapes(shape.scorer), shape.mesh) if shape.scorer else 0
 
 
 # ---- the plan
@@ -494,15 +488,13 @@ class Plan(NamedTuple):
     @property
     def options(self) -> dict[str, int | Remat]:
         """The choice, as options of a run."""
-        pieces = {} if self.shape.microbatches else {"piece_tokens": self.shape.piece_tokens}
-        return {**pieces, "remat": self.model.remat}
+        return {"piece_tokens": self.shape.piece_tokens, "remat": self.model.remat}
 
     def __str__(self) -> str:
-        pieces = self.shape.num_pieces
-        microbatches = f"{pieces} microbatch{'es' if pieces > 1 else ''}"
+        pieces = f"{self.shape.num_pieces} piece{'s' if self.shape.num_pieces > 1 else ''}"
         sizes = f"about {_in_gib(self.estimate.peak)} of {_in_gib(self.limit)} GiB"
         others = f"; devices that only sample: about {_in_gib(self.sampler.estimate.peak)} GiB" if self.sampler else ""
-        return f"plan: {microbatches}, remat {self.model.remat}: {sizes}{others}"
+        return f"plan: {pieces}, remat {self.model.remat}: {sizes}{others}"
 
 
 def _in_gib(size: int) -> str:
@@ -515,7 +507,7 @@ def shape_of(
     options: ModelOptions,
     prompt_tokens: int,
     *,
-    parts: int,
+    shards: int,
 ) -> Shape:
     """Returns the shape of a run.
 
@@ -523,20 +515,21 @@ def shape_of(
       run: The configuration of the run.
       options: The options of the model.
       prompt_tokens: The most tokens of a prompt, P.
-      parts: The number of parts of the mesh that prompts are spread over.
+      shards: The number of shards of a batch's prompts.
     """
     named = vars(run.sampling) | vars(run.optimizer) | vars(run.mesh) | vars(options)
     shape = Shape(**{name: named[name] for name in Shape._fields if name in named})  # options of the same names
     traits = traits_of_backend()
-    devices = min(parts * shape.tensor + run.num_sampler_devices, jax.local_device_count())
+    devices = min(shards * shape.tensor + run.num_sampler_devices, jax.local_device_count())
     return shape._replace(
-        num_prompts=run.sampling.num_prompts // parts,
+        num_prompts=run.sampling.num_prompts // shards,
         prompt_tokens=prompt_tokens,
         max_tokens=run.sampling.completion_width,
+        piece_tokens=run.piece_tokens,
         critic=run.critic.critic,
-        support_bytes=FLOAT32 * run.sampling.kept_tokens * (1 + run.sampling.staleness),
+        token_bytes=FLOAT32 * run.sampling.kept_tokens * (1 + run.sampling.staleness),
         optimizer=load_optimizer(run.optimizer.optimizer),
-        copies=1 + (run.reference.ref_sync_steps > 0),
+        copies=1 + (run.loss.ref_sync_steps > 0),
         process_bytes=_PROCESS // devices if traits.backend == "cpu" else 0,
         traits=traits,
     )
@@ -570,7 +563,7 @@ def split_shape(
             )
     leaving, arriving = moving_bytes(_policy_parts(model, shape), training, sampling)
     sampler = shape._replace(
-        num_prompts=run.sampling.num_prompts // num_hosts(training) // parts(sampling),
+        num_prompts=run.sampling.num_prompts // num_hosts(training) // num_shards(sampling),
         critic="none",
         fsdp=run.sampler.sampler_fsdp,
         tensor=tensor,
@@ -588,7 +581,7 @@ def choose(
 
     Args:
       model: The configuration of the decoder.
-      shape: The shape of the run. Its pieces are fixed if microbatches or piece_tokens are above 0.
+      shape: The shape of the run. Its pieces are fixed if piece_tokens is above 0.
       limit: The memory of a device in bytes.
       remat: "auto" to choose remat, or a fixed choice.
       sampler: The shape of the run on the devices that only sample, if there are any.
@@ -626,7 +619,7 @@ def _plans(model: ModelConfig, shape: Shape, limit: int, remat: PlannedRemat) ->
 def _piece_sizes(shape: Shape) -> list[int]:
     """Returns the sizes of pieces to try, in tokens: the fastest, then halves of it down to pieces of one row."""
     sizes = [shape.piece_tokens or shape.traits.piece_tokens]
-    if shape.microbatches or shape.piece_tokens:
+    if shape.piece_tokens:
         return sizes
     while shape._replace(piece_tokens=sizes[-1]).piece.rows > 1:
         sizes.append(sizes[-1] // 2)
@@ -659,6 +652,5 @@ def _describe_what_fits(model: ModelConfig, shape: Shape, limit: int, smallest: 
     instead = ", or ".join(what_fits) or "a smaller model, or fewer and shorter completions"
     return (
         f"the run needs about {_in_gib(smallest.estimate.peak)} GiB of {_in_gib(limit)} on each device, even in the "
-        f"smallest microbatches with remat layer: set {instead}; or set microbatches and remat, which are then not "
-        "planned"
+        f"smallest pieces with remat layer: set {instead}; or set piece_tokens and remat, which are then not planned"
     )

@@ -1,4 +1,4 @@
-"""A constitution as a reward: written principles, and a judge that scores how well a completion follows each.
+"""A constitution as a reward: written principles, and a judge that says how well a completion follows each.
 
     judge = model_judge(load_pretrained(folder))
     GRPOTrainer(model=..., reward_model=constitution(read_principles("principles.txt"), judge))
@@ -30,10 +30,10 @@ from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.models.chat import Chat, continue_text, control_tokens
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.learned import check_template, common_group_size, score_batches
+from grpo_jax.rewards.learned import check_template, common_group_size, judge_batches
 
 # (principle, examples, completions) -> a number for each completion, which is higher the better the completion follows
 # the principle; may be async
@@ -105,7 +105,7 @@ def constitution(
 
     Args:
       principles: Name -> principle.
-      judge: Scores completions. It is called once for each principle, with all completions.
+      judge: Grades completions. It is called once for each principle, with all completions.
       weights: The weights of principles by name. The default is 1 / number of principles, so that the reward is a mean
         over principles. With judgements from 0 to 1 it is the share of principles that is followed.
 
@@ -162,7 +162,7 @@ def model_judge(
     yes_ids, no_ids = (_single_tokens(tokenizer, spellings, model.config.vocab_size) for spellings in (yes, no))
     control = control_tokens(tokenizer)
 
-    def score(*arrays: Any) -> jax.Array:
+    def opinion(*arrays: Any) -> jax.Array:
         odds = log_odds(model.config, model.params, np.array(yes_ids), np.array(no_ids), *arrays)
         return jax.nn.sigmoid(odds) if probability else odds
 
@@ -179,7 +179,7 @@ def model_judge(
             texts.append(template.format(**row, principle=principle))
         ids = _encoded(model, texts)
         prompts, groups = _shared(ids, common_group_size([example["prompt"] for example in examples]))
-        return score_batches(score, prompts, groups, batch_size=batch_size)
+        return judge_batches(opinion, prompts, groups, batch_size=batch_size)
 
     return judge
 
@@ -193,7 +193,7 @@ def log_odds(config: ModelConfig, params: Params, yes: Any, no: Any, *arrays: An
       params: The parameters of the decoder.
       yes: The tokens for yes, int `[Y]`.
       no: The tokens for no, int `[M]`.
-      *arrays: The arguments of `score` in `score_batches`.
+      *arrays: The arguments of `judge` in `judge_batches`.
 
     Returns:
       float32 `[N, G]`.

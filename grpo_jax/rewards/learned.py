@@ -17,11 +17,11 @@ from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.text import Answers, answer_prompts, check_ids, common_tokens, encode_prompts
 from grpo_jax.data.types import Completion, Example, Prompt, Reward, pad_completions
 from grpo_jax.errors import UsageError
-from grpo_jax.models import heads
 from grpo_jax.models.chat import Chat, decode, digest_of_template, known_role
-from grpo_jax.models.heads import score_groups
+from grpo_jax.models.decoder import heads
+from grpo_jax.models.decoder.heads import judge_groups
+from grpo_jax.models.files.weights import read_json
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_pretrained
-from grpo_jax.models.weights import read_json
 
 _SHORTEST = 32  # tokens; the smallest width that is chosen automatically
 
@@ -30,7 +30,7 @@ class RewardModel(Pretrained):
     """A pretrained model with a head, which is also a reward with the defaults of `reward_function`."""
 
     def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """Returns the score of each completion."""
+        """Returns the reward of each completion."""
         return reward_function(self)(examples, completions)  # type: ignore[arg-type, return-value]
 
 
@@ -64,7 +64,7 @@ def save_reward_model(folder: str | Path, model: RewardModel, **options: Any) ->
     Raises:
       UsageError: The folder is not empty.
     """
-    return save_pretrained(folder, heads.merge(model.params), model.config, source=model.folder, **options)
+    return save_pretrained(folder, heads.merge_decoder(model.params), model.config, source=model.folder, **options)
 
 
 def reward_function(
@@ -76,7 +76,7 @@ def reward_function(
 ) -> Reward:
     """Makes a reward from a reward model.
 
-    The model reads chat messages and the completion in its own chat template. As in transformers, the score is taken at
+    The model reads chat messages and the completion in its own chat template. As in transformers, the reward is read at
     the last token that is not padding. A prompt is computed once for consecutive completions, such as those of a group.
 
     An episode in a chat is read turn by turn. Prompts without messages stay text. If the reward model's tokenizer then
@@ -92,7 +92,7 @@ def reward_function(
       max_tokens: The width of completions. Longer completions lose their end. None: likewise.
 
     Returns:
-      The reward, one score for each completion.
+      The reward, one for each completion.
 
     Raises:
       UsageError: In a call: a prompt is empty, or it is text for a policy with another chat template.
@@ -110,7 +110,7 @@ def reward_function(
         encoded = encode_prompts(chat, readable, max_prompt_tokens=max_prompt_tokens, overlong="truncate", kwargs=known)
         if len(encoded.numbers) < len(prompts):
             raise UsageError("a prompt is empty for the tokenizer of the reward model, or does not fit: leave it out")
-        rows = answer_prompts(chat, encoded, groups, scored=True, pad_id=pad_id)
+        rows = answer_prompts(chat, encoded, groups, judged=True, pad_id=pad_id)
         return [
             row if text.messages else as_sampled(ids.tolist(), row, group)
             for text, ids, row, group in zip(encoded.texts, encoded.token_ids, rows, groups, strict=True)
@@ -141,9 +141,9 @@ def reward_function(
         )
         prompts, groups = [row.prompt for row in rows], [[ids[:max_tokens] for ids in row.answers] for row in rows]
         check_ids([ids for row in rows for ids in (row.prompt, *row.answers)], model.config.vocab_size)
-        score = partial(score_groups, model.config, model.params)
-        return score_batches(
-            score, prompts, groups, batch_size=batch_size, max_prompt_tokens=max_prompt_tokens, max_tokens=max_tokens
+        judge = partial(judge_groups, model.config, model.params)
+        return judge_batches(
+            judge, prompts, groups, batch_size=batch_size, max_prompt_tokens=max_prompt_tokens, max_tokens=max_tokens
         )
 
     return reward
@@ -183,7 +183,7 @@ def check_template(tokenizer: Any, prompts: Sequence[Any], *, quotes: bool = Fal
     same = {digest_of_template(tokenizer), *([""] if quotes else [])}
     if any(isinstance(prompt, Prompt) and not prompt.messages and prompt.template not in same for prompt in prompts):
         raise UsageError(
-            "prompts are text, and the model that scores has another chat template than the policy: give prompts as "
+            "prompts are text, and the model that judges has another chat template than the policy: give prompts as "
             "chat messages (--chat), or take a model with the policy's template"
         )
 
@@ -193,8 +193,8 @@ def common_group_size(prompts: Sequence[Any]) -> int:
     return math.gcd(*(len(list(group)) for _, group in groupby(prompts)))
 
 
-def score_batches(
-    score: Callable[..., jax.Array],
+def judge_batches(
+    judge: Callable[..., jax.Array],
     prompts: Sequence[Sequence[int]],
     groups: Sequence[Sequence[Sequence[int]]],
     *,
@@ -202,10 +202,10 @@ def score_batches(
     max_prompt_tokens: int | None = None,
     max_tokens: int | None = None,
 ) -> list[float]:
-    """Scores groups of texts with a common beginning, in batches of one shape.
+    """Judges groups of texts with a common beginning, in batches of one shape.
 
     Args:
-      score: (prompts `[N, P]`, ids `[N, G, T]`, mask `[N, G, T]`) -> `[N, G]`. Prompts are padded on the left, the
+      judge: (prompts `[N, P]`, ids `[N, G, T]`, mask `[N, G, T]`) -> `[N, G]`. Prompts are padded on the left, the
         texts after them on the right.
       prompts: M lists of at least one id.
       groups: M lists of G lists of ids, which may be empty.
@@ -215,19 +215,19 @@ def score_batches(
       max_tokens: The width of the texts after prompts, T. None: likewise.
 
     Returns:
-      M · G scores.
+      M · G rewards.
     """
     max_prompt_tokens = max_prompt_tokens or _width(prompts)
     max_tokens = max_tokens or _width([ids for group in groups for ids in group])
     count = max(batch_size // len(groups[0]), 1)
-    scores = []
+    rewards = []
     for start in range(0, len(groups), count):
         # The last piece is filled up with the first group, so that it has the same shape.
         chosen = [i if i < len(groups) else 0 for i in range(start, start + count)]
         padded = pad_prompts([prompts[i] for i in chosen], [{}] * count, width=max_prompt_tokens, pad_id=0)
         arrays = pad_completions([groups[i] for i in chosen], max_tokens)
-        scores.append(np.asarray(score(padded.tokens, *arrays)).reshape(-1))
-    return np.concatenate(scores)[: len(groups) * len(groups[0])].tolist()
+        rewards.append(np.asarray(judge(padded.tokens, *arrays)).reshape(-1))
+    return np.concatenate(rewards)[: len(groups) * len(groups[0])].tolist()
 
 
 def _width(texts: Sequence[Sequence[int]]) -> int:

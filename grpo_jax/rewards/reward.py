@@ -27,12 +27,11 @@ from grpo_jax.data import coroutines
 from grpo_jax.data.types import LARGEST_REWARD, Checked, Completion, Component, Example, Reward
 from grpo_jax.errors import UsageError
 from grpo_jax.options import check_type
-from grpo_jax.rewards import builtin
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rewards.worker import BadReward, checked_rewards
 
 
-class RewardScores(NamedTuple):
+class RewardSums(NamedTuple):
     """The rewards of B completions."""
 
     rewards: np.ndarray  # float32 [B], Σ weight · component over the components that apply; 0 if none applies
@@ -49,7 +48,7 @@ class Rewards(NamedTuple):
     graders: dict[str, Any]  # the functions that count ungraded completions, as `processes.Grader` does, by name
 
     @np.errstate(invalid="ignore", over="ignore")  # the run warns once about an infinite reward
-    def score(self, examples: Sequence[Example], completions: Sequence[Completion]) -> RewardScores:
+    def grade(self, examples: Sequence[Example], completions: Sequence[Completion]) -> RewardSums:
         """Computes the rewards of completions. Async functions run concurrently.
 
         Args:
@@ -57,7 +56,7 @@ class Rewards(NamedTuple):
           completions: The B completions.
 
         Returns:
-          The scores. A NaN that a function returned stays NaN in the sum. A reward of None does not apply.
+          The rewards. A NaN that a function returned stays NaN in the sum. A reward of None does not apply.
 
         Raises:
           UsageError: A function returned a wrong number of rewards, anything other than numbers, or bad spans, or
@@ -88,7 +87,7 @@ class Rewards(NamedTuple):
                 for place, value in enumerate(earned):
                     if isinstance(value, tuple):
                         parts[place] += tuple(part._replace(reward=component.weight * part.reward) for part in value)
-        return RewardScores(total, applicable, components, parts)
+        return RewardSums(total, applicable, components, parts)
 
     def counts(self) -> dict[str, int]:
         """Returns the number of completions without a reward since the start of the graders, by "ungraded_" names."""
@@ -119,7 +118,9 @@ class Rewards(NamedTuple):
         Raises:
           UsageError: A reward refuses its arguments or the example.
         """
-        return {name: _try_reward(part.reward, example, completions) for name, part in self.components.items()}
+        return {
+            name: _try_reward(component.reward, example, completions) for name, component in self.components.items()
+        }
 
 
 # What a caller may give as a reward: one function, several by name, with or without weights, or the value made of them
@@ -135,13 +136,13 @@ def to_rewards(reward: RewardLike) -> Rewards:
     if isinstance(reward, Rewards):
         return reward
     named = reward if isinstance(reward, Mapping) else {"reward": reward}
-    components = {name: part if isinstance(part, Component) else Component(part) for name, part in named.items()}
+    components = {name: each if isinstance(each, Component) else Component(each) for name, each in named.items()}
     for name, component in components.items():
         _check_weight(name, component.weight)
         if name == "std" or name.removesuffix("_std") in components.keys() - {name}:
             raise UsageError(f"a reward is called {name}, as is a deviation in metrics.jsonl: give it another name")
     weights = {name: component.weight for name, component in components.items()}
-    graders = {name: part.reward for name, part in components.items() if hasattr(part.reward, "counts")}
+    graders = {name: each.reward for name, each in components.items() if hasattr(each.reward, "counts")}
     return Rewards(components, weights, graders)
 
 
@@ -155,9 +156,9 @@ def _try_reward(reward: Reward, example: Example, completions: Sequence[Completi
     counts, messages = getattr(reward, "counts", {}), getattr(reward, "messages", {})
     before, failure, value = (dict(counts), dict(messages)), "", None
     try:
-        scores = to_rewards(reward).score([example] * len(completions), completions)
-        value = float(scores.rewards[0]) if scores.applicable[0] else None
-        if not scores.applicable.any():
+        sums = to_rewards(reward).grade([example] * len(completions), completions)
+        value = float(sums.rewards[0]) if sums.applicable[0] else None
+        if not sums.applicable.any():
             failure = next((messages[reason] for reason in counts if counts[reason] > before[0][reason]), "")
     except UsageError:
         raise
@@ -254,6 +255,8 @@ def parse_reward(text: str) -> Spec:
                 f"there is no built-in reward {function!r}: take one of {', '.join(_BUILTIN)}, or name your own as "
                 "file.py:function"
             )
+        from grpo_jax.rewards import builtin  # loaded only for built-in rewards
+
         hints = get_type_hints(getattr(builtin, function))
         for argument, value in (arguments or {}).items():
             check_type(f"{argument} of the reward {text!r}", value, hints.get(argument, Any))

@@ -45,7 +45,9 @@ def is_worker() -> bool:
 # ---- loading
 
 
-def load(kind: str, spec: str, arguments: Mapping[str, Any] | None = None, module: Any = None) -> Callable[..., Any]:
+def load_function(
+    kind: str, spec: str, arguments: Mapping[str, Any] | None = None, module: Any = None
+) -> Callable[..., Any]:
     """Loads the function named by a text.
 
     Args:
@@ -69,7 +71,7 @@ def load(kind: str, spec: str, arguments: Mapping[str, Any] | None = None, modul
 
 
 def look_up(kind: str, spec: str, module: Any = None) -> Any:
-    """Returns the value named by a text. For the arguments see `load`.
+    """Returns the value named by a text. For the arguments see `load_function`.
 
     Raises:
       UsageError: The value does not exist, or its module cannot be imported.
@@ -151,7 +153,7 @@ def import_place(kind: str, place: str, spec: str) -> Any:
     """Imports a module by its name, or a Python file by its path.
 
     Args:
-      kind: The kind of the functions in the module; see `load`.
+      kind: The kind of the functions in the module; see `load_function`.
       place: The module or file, as "package.module" or "path/to/file.py".
       spec: The name of the function in error messages.
 
@@ -318,7 +320,7 @@ def main() -> None:
     sys.path[:] = setup["path"]
     kind, spec = setup["kind"], setup["spec"]
     try:
-        function = load(kind, spec, setup["arguments"])
+        function = load_function(kind, spec, setup["arguments"])
         answer: dict[str, Any] = {"values": [digest_of_source(spec)]}
     except UsageError as error:
         answer = {"reason": "raised", "message": str(error)}

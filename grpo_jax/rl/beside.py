@@ -15,8 +15,8 @@ import jax
 
 from grpo_jax.config import SamplingConfig
 from grpo_jax.devices import to_devices, to_numpy
-from grpo_jax.models.params import join, split
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import join, split
 from grpo_jax.rl.source import Sampler, Source, Start, empty_batch
 from grpo_jax.rl.types import Rollout, Timed
 from grpo_jax.step import Batch
@@ -31,14 +31,15 @@ class Journal(NamedTuple):
 
     # (digest of the parameters, digest of the request) -> ids and log-probabilities; None: they are not there
     find: Callable[[str, str], tuple[list[int], list[float]] | None]
-    keep: Callable[[Sequence[dict[str, Any]]], None]  # keeps lines, with these digests as "version" and "request"
+    # (lines, with these digests as "version" and "request") -> None. None: nothing is kept
+    keep: Callable[[Sequence[dict[str, Any]]], None] | None
     keep_policy: Callable[[int, Params], None]  # (step, trained parameters before the step) -> None
     policy: Callable[[int, Params], Params]  # (step, parameters of the same shapes) -> trained parameters
+    turn_page: Callable[[], None] = lambda: None  # drops what the last checkpoint covers, before the next is written
+    clear: Callable[[], None] = lambda: None  # deletes the journal, once the last checkpoint has been written
 
 
-NO_JOURNAL = Journal(
-    lambda version, request: None, lambda lines: None, lambda step, params: None, lambda step, like: like
-)
+NO_JOURNAL = Journal(lambda version, request: None, None, lambda step, params: None, lambda step, like: like)
 
 
 @dataclass(eq=False)
@@ -129,6 +130,18 @@ def sampled_beside(
         return tuple(empty if isinstance(x, Pending) and not x.is_there else settled(x) for x in queue)
 
     return Source(sample, lambda: (nothing,) * staleness, lambda queue: tuple(map(settled, queue)), suspend, close)
+
+
+def with_one_thread(task: Task) -> Task:
+    """Returns the task with an environment whose calls are all in one thread, whichever thread samples.
+
+    A function of the user may not expect several threads, and async functions share clients that belong to the loop of
+    their thread.
+    """
+    if task.environment is None:
+        return task
+    pool, ask = ThreadPoolExecutor(1), task.environment.ask
+    return task._replace(environment=task.environment._replace(ask=lambda *args: pool.submit(ask, *args).result()))
 
 
 def settled(rollout: Batch | Pending) -> Batch:

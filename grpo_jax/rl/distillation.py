@@ -17,20 +17,13 @@ import jax.numpy as jnp
 from grpo_jax import functional as F
 from grpo_jax.config import DistillationConfig, GRPOConfig, LossConfig
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.offline.distillation import TargetOutputs, outputs_of_states, token_divergence
 from grpo_jax.rl.grpo import keep_top_entropy, masked
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
-from grpo_jax.step import (
-    Array,
-    Batch,
-    Logs,
-    TargetOutputs,
-    outputs_of_states,
-    score_completion_tokens,
-    states_of,
-    token_divergence,
-)
+from grpo_jax.scoring import score_completion_tokens, states_of
+from grpo_jax.step import Array, Batch, Logs
 
 
 def distillation_method(method: Method, policies: Mapping[str, Policy], config: GRPOConfig) -> Method:

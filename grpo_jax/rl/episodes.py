@@ -13,12 +13,12 @@ from grpo_jax.data.episodes import ENDINGS, FAILURES, MAX_CHARACTERS, Reply, epi
 from grpo_jax.data.types import Completion, Example, Span, Turn
 from grpo_jax.devices import Devices, jit_on_devices, map_rows, num_hosts, to_devices, to_numpy
 from grpo_jax.errors import UsageError
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import Rewards, place_and_reason
 from grpo_jax.rl.types import Graded, Interaction, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
-from grpo_jax.sampling.sampler import Completions, truncation_of
+from grpo_jax.sampling.sampler import Completions, limits_of
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
 
@@ -51,7 +51,7 @@ def check_turns(options: SamplingConfig) -> None:
 # ---- sampling
 
 
-def make_draw(
+def make_episode_draw(
     task: Task, policy: Policy, sampling: SamplingConfig, devices: Devices
 ) -> tuple[Callable[..., Completions], None]:
     """Returns the function `draw` of a `Sampler`. There is no single program.
@@ -86,7 +86,7 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
             "this model cannot append the replies of an environment to its cache: leave out the environment, or add "
             "decoder to its Policy"
         )
-    common: Any = {"max_tokens": sampling.max_tokens, "eos_ids": task.eos_ids, "stop": task.stop}
+    common: Any = {"max_tokens": sampling.max_tokens, **task.ends}
 
     def begin_rows(shared, prompt, numbers, temperature) -> Episodes:
         params, noise = shared
@@ -98,7 +98,7 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
             step_key(*noise),
             environment_tokens=sampling.environment_tokens,
             temperature=temperature,
-            truncation=truncation_of(sampling.top_k, sampling.top_p, sampling.min_p),
+            limits=limits_of(sampling.top_k, sampling.top_p, sampling.min_p),
             pad_id=task.pad_id,
             support_size=sampling.kept_tokens,
             **common,
@@ -252,12 +252,9 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
         (actions if is_action else observations)[number].append(token)
 
     def one(number: int) -> Turn:
-        content = [token for token in actions[number] if token not in task.eos_ids]
         reply, reward = observations.get(number), float(sampled.turn_rewards[(*place, number - 1)])
-        action = task.read(content, truncated=False)
-        action.truncated = actions[number][-1] not in task.eos_ids and not action.stopped
         return Turn(
-            action,
+            task.read(actions[number]),
             Completion(task.decode(reply), reply) if reply else None,
             None if math.isnan(reward) else reward,
             read(reply) if read and reply else None,
@@ -276,9 +273,9 @@ def read_episode(task: Task, completions: Completions, content: Any, place: tupl
     """
     ids, turns = completions.completion_ids[place][content[place]].tolist(), turns_of(completions, place, task)
     whole, last = task.decode(ids), turns[-1].action
-    text = whole[: len(whole) + len(last) - len(task.decode(last.ids))] if last.stopped else whole
+    text = whole[: len(whole) + len(last) - len(task.decode(last.ids))]
     ending, truncated = ENDINGS[completions.ending[place]], bool(completions.truncated[place])
-    return Completion(text, ids, truncated, turns, ending, last.stopped)
+    return Completion(text, ids, truncated, turns, ending)
 
 
 def find_turns(
@@ -311,10 +308,12 @@ def turn_weight(rewards: Rewards, task_rewards: Rewards) -> float:
     would learn from them, even if they cancel in the sum of an episode: the loss weighs a token by the length of its
     completion, and later turns change that length.
     """
-    parts, known = rewards.components.values(), [part.reward for part in task_rewards.components.values()]
+    components, known = rewards.components.values(), [each.reward for each in task_rewards.components.values()]
     # A `Grader` has the name of its function.
-    sums = [part.weight for part in parts if getattr(part.reward, "spec", part.reward) in _RETURNS]
-    return sum(sums) if sums else max((part.weight for part in parts if part.reward in known), key=abs, default=0.0)
+    sums = [each.weight for each in components if getattr(each.reward, "spec", each.reward) in _RETURNS]
+    return (
+        sum(sums) if sums else max((each.weight for each in components if each.reward in known), key=abs, default=0.0)
+    )
 
 
 def count_episodes(
@@ -400,7 +399,7 @@ def add_zeros(batch: Batch, sampling: SamplingConfig) -> Batch:
 EPISODES = Interaction(
     "turns",
     check_turns,
-    make_draw,
+    make_episode_draw,
     read_episode,
     find_turns,
     report_episodes,

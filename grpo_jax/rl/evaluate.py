@@ -12,8 +12,8 @@ from grpo_jax.data.types import Completion
 from grpo_jax.devices import all_rows, place
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import share_out
-from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.reward import RewardScores
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.rewards.reward import RewardSums
 from grpo_jax.rl.grade import decode_groups, final_texts
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import EVALUATION, noise_of
@@ -43,7 +43,7 @@ class Evaluation(NamedTuple):
     In fields of n + 1 completions the last one is greedy.
     """
 
-    scores: np.ndarray  # float64 [M, n], the metric of sampled completions, 0 if not graded
+    rewards: np.ndarray  # float64 [M, n], the metric of sampled completions, 0 if not graded
     greedy: np.ndarray  # float64 [M], the metric of greedy completions
     graded: np.ndarray  # bool [M, n + 1], true if the metric is a finite number
     components: dict[str, np.ndarray]  # name -> float32 [M, n + 1], unweighted, NaN where the reward does not apply
@@ -124,7 +124,7 @@ def heldout_calls(
 
 
 def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: int = _BLOCK) -> Evaluation:
-    """Scores completions with the task's reward.
+    """Grades completions with the task's reward.
 
     Each call of the reward gets whole prompts, with up to `block` completions (but at least one prompt), independent of
     the sampler's shape. So a reward that compares completions of a prompt sees all n + 1 of them, including the greedy
@@ -134,7 +134,7 @@ def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: i
     Args:
       calls: All calls of `sample_heldout`.
       task: Supplies the reward, and the answers for majority votes.
-      metric: The component to score. Default: the weighted sum.
+      metric: The component to evaluate. Default: the weighted sum.
       block: The largest number of completions in a call of the reward. Pass that of a step of training, for which
         deadlines of a `Grader` are set. Default: 256.
 
@@ -142,7 +142,7 @@ def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: i
       The evaluation. A metric that is None, NaN or infinite counts as 0 and as not graded.
 
     Raises:
-      UsageError: There is no such component, or `Rewards.score` raised the error.
+      UsageError: There is no such component, or `Rewards.grade` raised the error.
     """
     if metric and metric not in (names := task.rewards.components):
         raise UsageError(f"the task has no reward {metric!r} to evaluate: its rewards are {', '.join(names)}")
@@ -158,17 +158,17 @@ def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: i
     texts = [flat[start : start + width] for start in range(0, len(flat), width)]
     examples = task.heldout.examples
     finals = [final_texts(task, [example] * width, group) for example, group in zip(examples, texts, strict=True)]
-    earned = _scored(task, finals, block)
+    earned = _graded(task, finals, block)
     values = earned.components[metric] if metric else np.where(earned.applicable, earned.rewards, np.nan)
     graded = np.isfinite(values)
-    scores = np.where(graded, values, 0).astype(np.float64)
+    rewards = np.where(graded, values, 0).astype(np.float64)
     answer, answers = task.answer, None
     if answer is not None:
         pairs = zip(examples, finals, strict=True)
         answers = [[answer(example, text) for text in group[:-1]] for example, group in pairs]
     return Evaluation(
-        scores=scores[:, :-1],
-        greedy=scores[:, -1],
+        rewards=rewards[:, :-1],
+        greedy=rewards[:, -1],
         graded=graded,
         components=earned.components,
         lengths=np.concatenate(lengths).reshape(graded.shape),
@@ -183,9 +183,10 @@ def summary(evaluation: Evaluation, ks: Sequence[int] | None = None) -> dict[str
     """Returns the metrics of an evaluation, by name.
 
     The metrics avg (avg@n, over sampled completions), greedy, pass_at_k and, if the task has answers, maj_at_n are
-    means over prompts. The bounds of their 95% intervals (`bootstrap`) have the suffixes `_low` and `_high`. For scores
-    other than 0 and 1, pass_at_k is the mean best of k. With several rewards the mean of each component is included.
-    Lengths (in tokens, including EOS) and shares cover sampled completions, but `not_graded_share` covers all.
+    means over prompts. The bounds of their 95% intervals (`bootstrap`) have the suffixes `_low` and `_high`. For
+    rewards other than 0 and 1, pass_at_k is the mean best of k. With several rewards the mean of each component is
+    included. Lengths (in tokens, including EOS) and shares cover sampled completions, but `not_graded_share` covers
+    all.
 
     Args:
       evaluation: The result of `evaluate`.
@@ -197,14 +198,14 @@ def summary(evaluation: Evaluation, ks: Sequence[int] | None = None) -> dict[str
     Raises:
       UsageError: A k is out of range.
     """
-    n = evaluation.scores.shape[1]
-    scores, greedy = (_if_graded(values, evaluation) for values in (evaluation.scores, evaluation.greedy))
-    binary = bool(np.isin(scores, (0, 1)).all() and np.isin(greedy, (0, 1)).all())
+    n = evaluation.rewards.shape[1]
+    rewards, greedy = (_if_graded(values, evaluation) for values in (evaluation.rewards, evaluation.greedy))
+    binary = bool(np.isin(rewards, (0, 1)).all() and np.isin(greedy, (0, 1)).all())
     ks = [2**i for i in range(1, n.bit_length())] if ks is None else ks
-    estimates = {"avg": scores.mean(-1), "greedy": greedy}
-    estimates |= {f"pass_at_{k}": best_of(scores, k) for k in ks}
+    estimates = {"avg": rewards.mean(-1), "greedy": greedy}
+    estimates |= {f"pass_at_{k}": best_of(rewards, k) for k in ks}
     if evaluation.answers is not None and n > 1:
-        estimates[f"maj_at_{n}"] = majority(scores, evaluation.answers)
+        estimates[f"maj_at_{n}"] = majority(rewards, evaluation.answers)
     numbers: dict[str, float] = {}
     for name, values in estimates.items():
         numbers |= bootstrap(values, binary=binary).named(name)
@@ -222,7 +223,7 @@ def summary(evaluation: Evaluation, ks: Sequence[int] | None = None) -> dict[str
 @np.errstate(invalid="ignore", over="ignore")
 def prompt_means(evaluation: Evaluation) -> np.ndarray:
     """Returns avg@n of each prompt, `[M]`; NaN if no completion of the evaluation was graded."""
-    return _if_graded(evaluation.scores, evaluation).mean(-1)
+    return _if_graded(evaluation.rewards, evaluation).mean(-1)
 
 
 def _if_graded(values: np.ndarray, evaluation: Evaluation) -> np.ndarray:
@@ -230,16 +231,16 @@ def _if_graded(values: np.ndarray, evaluation: Evaluation) -> np.ndarray:
     return values if evaluation.graded.any() else np.full_like(values, np.nan)
 
 
-def _scored(task: Task, texts: list[list[Completion]], size: int) -> RewardScores:
+def _graded(task: Task, texts: list[list[Completion]], size: int) -> RewardSums:
     """Computes rewards `[M, n + 1]` in blocks of whole prompts, which are distributed over hosts."""
     step = max(1, size // len(texts[0]))
     starts = range(0, len(texts), step)
 
-    def block(start: int) -> RewardScores:
+    def block(start: int) -> RewardSums:
         groups = texts[start : start + step]
         examples = task.heldout.examples[start : start + step]
         flat = [(example, text) for example, group in zip(examples, groups, strict=True) for text in group]
-        earned = task.rewards.score([example for example, _ in flat], [text for _, text in flat])
+        earned = task.rewards.grade([example for example, _ in flat], [text for _, text in flat])
         return jax.tree.map(lambda x: x.reshape(len(groups), -1), earned)
 
     return jax.tree.map(lambda *x: np.concatenate(x), *share_out("rewards of held-out prompts", starts, block))

@@ -1,9 +1,9 @@
-"""Decodes and grades completions on the host. Each host grades the completions on its own devices."""
+"""Decodes, grades and measures completions on the host. Each host grades the completions on its own devices."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,26 +15,17 @@ from grpo_jax.data.types import Completion, Example, Span
 from grpo_jax.devices import Devices, devices_of, gather_rows, local_numbers, local_rows
 from grpo_jax.hosts import gather
 from grpo_jax.rewards.reward import Rewards, to_rewards
-from grpo_jax.rl.guards import check_first_rewards, has_spread, rollout_metrics, rollout_warnings
+from grpo_jax.rl.guards import check_first_rewards, rollout_warnings
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import Graded, RewardArrays, Rollout, Timed
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
 
-class Grading(NamedTuple):
-    """The rewards of a run, as functions of rollouts."""
-
-    grade: Callable[[Rollout], Rollout]  # adds rewards, and counts of ungraded completions
-    # (rollout, step) -> rollout with metrics and warnings. Raises if the run cannot learn
-    report: Callable[[Rollout, int], Rollout]
-    arrays: Callable[[Graded, int], RewardArrays]  # (rewards, T) -> arrays from which advantages are computed
-
-
 def make_grading(
     task: Task, rewards: Rewards, config: GRPOConfig, *, compares: bool = True, timed: Timed = nullcontext
-) -> Grading:
-    """Returns the functions that grade the rollouts of a run.
+) -> tuple[Callable[[Rollout], Rollout], Callable[[Rollout, int], Rollout]]:
+    """Makes the functions that grade the rollouts of a run.
 
     Args:
       task: Decodes completions, and supplies an environment if there is one.
@@ -42,11 +33,15 @@ def make_grading(
       config: The configuration of the run.
       compares: True if the method compares rewards within groups, and not with a critic.
       timed: Adds the seconds of a block to the time of the named part of the iteration. Default: nothing is timed.
+
+    Returns:
+      A function that adds rewards and counts of ungraded completions to a rollout; and a function (rollout, step) ->
+      rollout with metrics and warnings, which raises if the run cannot learn.
     """
     devices, read = devices_of(config), rewards if config.needs_rewards else to_rewards({})
-    names, weights, by_part = [""], rewards.weights, config.loss.advantages_of in BY_PART
+    names, by_part = [""], config.loss.advantages_of in BY_PART
     if config.loss.advantages_of == "components":
-        names = [name for name, weight in weights.items() if weight]
+        names = [name for name, weight in rewards.weights.items() if weight]
 
     def grade(rollout: Rollout) -> Rollout:
         with timed("rollout"):
@@ -71,10 +66,7 @@ def make_grading(
         warnings |= rollout_warnings(graded, step + 1, spread if compares else None, is_graded=config.needs_rewards)
         return rollout._replace(metrics=metrics | rollout.metrics, warnings=warnings | rollout.warnings)
 
-    def arrays(graded: Graded, num_tokens: int) -> RewardArrays:
-        return reward_arrays(graded, config.loss.advantages_of, num_tokens, weights)
-
-    return Grading(grade, report, arrays)
+    return grade, report
 
 
 def gather_failures(rewards: Rewards, before: Mapping[str, int] = {}) -> tuple[dict[str, int], dict[str, str]]:
@@ -116,13 +108,13 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
     examples = [example for example in prompts.examples for _ in range(shape[1])]
     flat = [text for group in texts for text in group]
     read = final_texts(task, examples, flat)
-    scores = rewards.score(examples, read)
-    parts = interaction.find_parts(task, completions, read, scores.parts, rewards)
-    scores = jax.tree.map(lambda x: x.reshape(shape), scores)
+    sums = rewards.grade(examples, read)
+    parts = interaction.find_parts(task, completions, read, sums.parts, rewards)
+    sums = jax.tree.map(lambda x: x.reshape(shape), sums)
     return Graded(
-        scores.rewards,
-        scores.applicable,
-        scores.components,
+        sums.rewards,
+        sums.applicable,
+        sums.components,
         lengths=np.asarray(completions.completion_mask).sum(-1),
         truncated=np.asarray(completions.truncated),
         distinct=np.array([len({(*text.ids, text.truncated) for text in group}) / shape[1] for group in texts]),
@@ -304,3 +296,83 @@ def _short(value: Any) -> Any:
     """Returns a value as JSON can hold it. Texts are cut after 2,000 characters."""
     plain = value if isinstance(value, str | int | float | bool | None) else str(value)
     return plain[:2000] if isinstance(plain, str) else plain
+
+
+# ---- metrics of a rollout
+
+
+@np.errstate(invalid="ignore", over="ignore")  # the run warns about an infinite reward
+def rollout_metrics(graded: Graded, spread: np.ndarray) -> dict[str, Any]:
+    """Returns metrics of a rollout, as Python numbers. `spread` is the result of `has_spread`.
+
+    `distinct_share` is the share of distinct completions in a group. Lengths are in tokens, including EOS.
+    `length_above` is the mean length of completions with a reward above the mean of their group (the correct ones if
+    rewards are 0 and 1). `length_below` is the mean length of completions with a reward below it.
+    """
+    lengths, components = graded.lengths, graded.components
+    counts = np.maximum(graded.applicable.sum(-1, keepdims=True), 1)
+    group_mean = np.where(graded.applicable, graded.rewards, 0).sum(-1, keepdims=True) / counts
+    # The mean of equal rewards may be off by rounding.
+    counted = graded.applicable & has_spread(graded)[:, None]
+    above = np.where(counted, graded.rewards - group_mean, 0)
+    moments = {"reward": graded.rewards[graded.applicable]}
+    if len(components) > 1:
+        moments |= {f"reward_{name}": values[~np.isnan(values)] for name, values in components.items()}
+    return {
+        **{name: _mean(values) for name, values in moments.items()},
+        **{f"{name}_std": float(values.std()) if values.size else None for name, values in moments.items()},
+        "not_applicable_share": float(1 - graded.applicable.mean()),
+        "zero_spread_share": float((~spread).mean()),
+        "distinct_share": float(graded.distinct.mean()),
+        "length_mean": float(lengths.mean()),
+        "length_min": int(lengths.min()),
+        "length_max": int(lengths.max()),
+        "length_above": _mean(lengths[above > 0]),
+        "length_below": _mean(lengths[above < 0]),
+        "truncated_share": float(graded.truncated.mean()),
+        "tokens": int(lengths.sum()),
+    }
+
+
+def has_spread(graded: Graded | None, metric: str = "", *, by_part: bool = False) -> np.ndarray:
+    """Returns for each group if its applicable rewards differ, bool `[N]`. Groups without spread have advantages of 0.
+
+    Args:
+      graded: The rewards of N groups.
+      metric: The component to compare. Default: the weighted sum.
+      by_part: True to compare turns or spans, unless there is a metric.
+    """
+    assert graded is not None
+    values = graded.components[metric] if metric else graded.rewards
+    applicable = ~np.isnan(values) if metric else graded.applicable
+    highest = np.where(applicable, values, -np.inf).max(-1)
+    lowest = np.where(applicable, values, np.inf).min(-1)
+    # Groups without any reward have no gradient either, and no step can use NaN or infinity.
+    is_usable = np.isfinite(highest) & np.isfinite(lowest)
+    if by_part and not metric:
+        groups = zip(graded.rewards, graded.parts, applicable, strict=True)
+        return is_usable & np.array([_parts_differ(rewards[where], parts[where]) for rewards, parts, where in groups])
+    return is_usable & (highest > lowest)
+
+
+def _parts_differ(rewards: np.ndarray, parts: np.ndarray) -> bool:
+    """Returns whether returns to go differ in a group, compared as in `functional.turn_advantages`."""
+    returns = [_returns_to_go(*completion) for completion in zip(rewards.tolist(), parts, strict=True)]
+    everything = [value for row in returns for value in row]
+    rounding = 1e-6 * max(map(abs, everything), default=0.0)
+    columns = ([row[k] for row in returns if k < len(row)] for k in range(max(map(len, returns), default=0)))
+    compared = (column if len(column) > 1 else everything for column in columns)
+    return any(max(values) - min(values) > rounding for values in compared)
+
+
+def _returns_to_go(reward: float, parts: tuple[Span, ...]) -> list[float]:
+    """Returns the rewards from each part on. Parts with the same end count as one, and no parts count as one too."""
+    returns: dict[int, float] = {}
+    for part in parts:
+        returns.setdefault(part.end, reward)
+        reward -= part.reward
+    return list(returns.values()) or [reward]
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if values.size else None

@@ -11,29 +11,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from grpo_jax import functional as F
-from grpo_jax.config import BY_PART, Divergence, GRPOConfig, LossConfig
+from grpo_jax.config import BY_PART, GRPOConfig, LossConfig
 from grpo_jax.functional.numerics import call_with
-from grpo_jax.functional.presets import CORRECTIONS
-from grpo_jax.models.pieces import choose_pieces
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.pieces import choose_pieces
+from grpo_jax.optimizer import learning_rate_schedule, optimizer_of
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
-from grpo_jax.rl.update import make_hooks
-from grpo_jax.step import (
-    Array,
-    Batch,
-    Logs,
-    TargetOutputs,
-    learning_rate_schedule,
-    make_optimizer,
-    score_completion_tokens,
-    states_of,
-    token_divergence,
-)
+from grpo_jax.rl.update import make_hooks, objective_term
+from grpo_jax.scoring import score_completion_tokens, states_of
+from grpo_jax.step import Array, Batch, Logs
 
 
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
@@ -49,7 +39,7 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         return {"old_logprobs": scores.logprobs, "old_entropy": scores.entropy}
 
     schedule = learning_rate_schedule(config.optimizer, config.num_updates)
-    initial_extras, hooks = make_hooks(config)
+    (initial_extras, hooks), rounded = make_hooks(config), policy.rounded
     terms, summarise = policy_terms(policy, replace(config.loss, correction=config.correction)), lambda metrics: metrics
     if policy.num_experts is not None:
         terms, summarise = (*terms, _routing_term(policy.num_experts)), _busiest_expert
@@ -58,26 +48,14 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         terms=terms,
         advantage=make_group_advantage(config.loss),
         aggregation=config.loss.objective.aggregation,
-        optimizer=optimizer_of(config, schedule),
+        optimizer=optimizer_of(config.optimizer, schedule),
         schedule=schedule,
         scorers=(*old_scorer(score, config), *reference_scorer(policy, config)),
         initial_extras=initial_extras,
         hooks=hooks,
-        rounded=policy.rounded,
+        rounded=rounded and (lambda trained: rounded(trained["policy"])),
         pieces=partial(choose_pieces, packs=policy.packs),
         summarise=summarise,
-    )
-
-
-def optimizer_of(config: GRPOConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Returns the optimizer of a run."""
-    options = config.optimizer
-    return make_optimizer(
-        schedule,
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
-        adam_epsilon=options.adam_epsilon,
-        optimizer=options.optimizer,
     )
 
 
@@ -86,16 +64,16 @@ def optimizer_of(config: GRPOConfig, schedule: optax.Schedule) -> optax.Gradient
 
 def _routing_term(num_experts: int) -> LossTerm:
     """Returns a term of value 0 that logs how tokens are distributed over experts."""
-    from grpo_jax.models.experts import load  # not loaded for dense models
+    from grpo_jax.models.decoder.experts import load_metrics  # not loaded for dense models
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        return jnp.zeros(()), Logs(load(forward.states.routing, batch.completion_mask, num_experts))
+        return jnp.zeros(()), Logs(load_metrics(forward.states.routing, batch.completion_mask, num_experts))
 
     return term
 
 
 def _busiest_expert(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    from grpo_jax.models.experts import busiest
+    from grpo_jax.models.decoder.experts import busiest
 
     return metrics | {"busiest_expert": busiest(metrics.pop("expert_share"))}
 
@@ -209,83 +187,20 @@ def policy_terms(policy: Policy, config: LossConfig) -> tuple[LossTerm, ...]:
     return objective_term(config), full_kl_term(policy, config)
 
 
-def objective_term(config: LossConfig) -> LossTerm:
-    """Returns the term `Objective.loss` of the preset, with corrected advantages."""
-    in_full = config.divergence != "preset"
-    objective = config.objective._replace(kl_coef=0.0) if in_full else config.objective
-
-    def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        mask, fresh = batch.completion_mask, jax.lax.stop_gradient(forward.logprobs)
-        old_logprobs = fresh if batch.old_logprobs is None else batch.old_logprobs
-        advantages, more = corrected_advantages(batch, fresh, old_logprobs, config)
-        loss, metrics = objective.loss(
-            forward.logprobs,
-            old_logprobs,
-            advantages,
-            mask,
-            ref_logprobs=batch.ref_logprobs,
-            entropy=forward.entropy,
-            weights=batch.weights,
-        )
-        # Compare with the sampler's log-probabilities if they are known, even if the loss uses other old ones.
-        sampled = old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
-        is_compared = mask if batch.is_border is None else mask & ~batch.is_border
-        mismatch = jnp.where(is_compared, fresh - sampled, 0)
-        metrics["entropy"] = F.masked_sum(forward.entropy, mask)
-        metrics["sampler_mismatch"] = F.masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
-        if batch.support_ids is not None:
-            left_out = -jnp.expm1(batch.processed_logprobs - batch.sampler_logprobs)
-            metrics["support_left_out"] = F.masked_sum(left_out, mask)
-        if batch.is_border is not None:
-            metrics["support_border"] = F.masked_sum(batch.is_border, mask)
-        return loss, Logs(metrics | more, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})
-
-    return term
-
-
 def full_kl_term(policy: Policy, config: LossConfig) -> LossTerm:
     """β Σ w KL(π ‖ π_ref), or KL(π_ref ‖ π), over the whole vocabulary. The reference runs again in every update."""
-
-    kind, head = Divergence("forward_kl" if config.divergence == "reverse" else "reverse_kl"), policy.head
+    reverse, head = config.divergence == "reverse", policy.head
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        heads = head(models["policy"]), head(models["reference"])
+        (unembedding, softcap), (ref_unembedding, _) = head(models["policy"]), head(models["reference"])
 
         def divergence(states: jax.Array, ref_states: jax.Array, temperature: jax.Array) -> jax.Array:
-            return token_divergence(kind, heads, states, TargetOutputs(hidden=ref_states), temperature)
+            both = states, unembedding, ref_states, ref_unembedding
+            common: Any = {"temperature": temperature, "softcap": softcap, "ref_softcap": softcap}
+            return F.token_kl(*both, reverse=reverse, **common)
 
         reference = states_of(policy, models["reference"], batch)
         kl, mask = forward.states.map(divergence, reference, batch.temperature), batch.completion_mask
         return config.kl_coef * F.weighted_sum(kl, batch.weights, mask), Logs({"kl": F.masked_sum(kl, mask)})
 
     return term
-
-
-def corrected_advantages(
-    batch: Batch, logprobs: jax.Array, old_logprobs: jax.Array, config: LossConfig
-) -> tuple[jax.Array, dict[str, Any]]:
-    """Applies `correction` and `off_policy_threshold` to advantages.
-
-    Args:
-      batch: The batch with advantages and the sampler's log-probabilities.
-      logprobs: Log-probabilities of the current policy, `[N, G, T]`.
-      old_logprobs: Log-probabilities in the denominator of the ratio, `[N, G, T]`.
-      config: The loss options of the run.
-
-    Returns:
-      Advantages `[N, G]` or `[N, G, T]`, and metrics.
-    """
-    advantages, mask, metrics = batch.advantages, batch.completion_mask, {}
-    if config.correction != "none":
-        log_ratio, weights_of = CORRECTIONS[config.correction]
-        sampled = batch.sampler_logprobs if batch.processed_logprobs is None else batch.processed_logprobs
-        weights = call_with(weights_of, log_ratio(old_logprobs, sampled, mask), **config.constants)
-        advantages = F.per_token(advantages, weights) * weights
-        metrics["correction"] = F.masked_sum(weights, mask)
-    if config.off_policy_threshold is not None:
-        # Compare with the sampler: old_logprobs equal the current ones in the first optimizer step.
-        drift = F.token_log_ratio(logprobs, batch.sampler_logprobs, mask)
-        keep = F.on_policy_completions(drift, batch.advantages, mask, threshold=config.off_policy_threshold)
-        advantages = jnp.where(keep, F.per_token(advantages, logprobs), 0)
-        metrics["on_policy_share"] = F.masked_sum(keep, mask)
-    return advantages, metrics

@@ -1,4 +1,4 @@
-"""Checks of tasks, and warnings and metrics of rollouts."""
+"""Checks of tasks, and warnings about rollouts and updates."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,12 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.config import BY_PART, GRPOConfig, SamplingConfig
-from grpo_jax.data.types import Span
+from grpo_jax.config import BY_PART, GRPOConfig, SamplingConfig, check_top_k
 from grpo_jax.errors import UsageError
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import Graded
-from grpo_jax.step import check_top_k
 from grpo_jax.tasks.task import Task
 
 # In float32 ratios of tokens are within 1e-5 of 1. In bfloat16 on an H200, the largest of 32,000 ratios was off by 1 at
@@ -34,18 +32,11 @@ def check_task(task: Task, config: GRPOConfig) -> None:
     """
     check_tokens(task)
     loss, sampling = config.loss, config.sampling
-    if sampling.top_k > task.vocab_size:
-        raise UsageError(
-            f"top_k is {sampling.top_k}, but the model has {task.vocab_size} tokens: set it below that, or to 0 for all"
-        )
-    check_top_k(config.distillation.divergence, task.vocab_size)
+    check_top_k(config, task.vocab_size)
     interaction = interaction_of(task)
     interaction.check(sampling)
     if config.has_critic and interaction.parts == "turns":
         raise UsageError("a critic reads no episodes of several turns: leave critic out, or take no environment")
-    texts = task.stop.texts if task.stop else ()
-    if tuple(sampling.stop) != texts:
-        raise UsageError(f"stop is {sampling.stop}, but the task stops at {texts}: pass the same texts to text_task")
     if task.open_ended and (loss.mask_truncated or config.critic.bootstrap_truncated):
         raise UsageError(
             "completions of this task are meant to be cut off, and end there: leave mask_truncated and "
@@ -232,83 +223,3 @@ def make_damage_check(learning_rate: float) -> Callable[[Mapping[str, Any]], dic
         }
 
     return check
-
-
-# ---- metrics of a rollout
-
-
-@np.errstate(invalid="ignore", over="ignore")  # the run warns about an infinite reward
-def rollout_metrics(graded: Graded, spread: np.ndarray) -> dict[str, Any]:
-    """Returns metrics of a rollout, as Python numbers. `spread` is the result of `has_spread`.
-
-    `distinct_share` is the share of distinct completions in a group. Lengths are in tokens, including EOS.
-    `length_above` is the mean length of completions with a reward above the mean of their group (the correct ones if
-    rewards are 0 and 1). `length_below` is the mean length of completions with a reward below it.
-    """
-    lengths, components = graded.lengths, graded.components
-    counts = np.maximum(graded.applicable.sum(-1, keepdims=True), 1)
-    group_mean = np.where(graded.applicable, graded.rewards, 0).sum(-1, keepdims=True) / counts
-    # The mean of equal rewards may be off by rounding.
-    counted = graded.applicable & has_spread(graded)[:, None]
-    above = np.where(counted, graded.rewards - group_mean, 0)
-    moments = {"reward": graded.rewards[graded.applicable]}
-    if len(components) > 1:
-        moments |= {f"reward_{name}": values[~np.isnan(values)] for name, values in components.items()}
-    return {
-        **{name: _mean(values) for name, values in moments.items()},
-        **{f"{name}_std": float(values.std()) if values.size else None for name, values in moments.items()},
-        "not_applicable_share": float(1 - graded.applicable.mean()),
-        "zero_spread_share": float((~spread).mean()),
-        "distinct_share": float(graded.distinct.mean()),
-        "length_mean": float(lengths.mean()),
-        "length_min": int(lengths.min()),
-        "length_max": int(lengths.max()),
-        "length_above": _mean(lengths[above > 0]),
-        "length_below": _mean(lengths[above < 0]),
-        "truncated_share": float(graded.truncated.mean()),
-        "tokens": int(lengths.sum()),
-    }
-
-
-def has_spread(graded: Graded | None, metric: str = "", *, by_part: bool = False) -> np.ndarray:
-    """Returns for each group if its applicable rewards differ, bool `[N]`. Groups without spread have advantages of 0.
-
-    Args:
-      graded: The rewards of N groups.
-      metric: The component to compare. Default: the weighted sum.
-      by_part: True to compare turns or spans, unless there is a metric.
-    """
-    assert graded is not None
-    values = graded.components[metric] if metric else graded.rewards
-    applicable = ~np.isnan(values) if metric else graded.applicable
-    highest = np.where(applicable, values, -np.inf).max(-1)
-    lowest = np.where(applicable, values, np.inf).min(-1)
-    # Groups without any reward have no gradient either, and no step can use NaN or infinity.
-    is_usable = np.isfinite(highest) & np.isfinite(lowest)
-    if by_part and not metric:
-        groups = zip(graded.rewards, graded.parts, applicable, strict=True)
-        return is_usable & np.array([_parts_differ(rewards[where], parts[where]) for rewards, parts, where in groups])
-    return is_usable & (highest > lowest)
-
-
-def _parts_differ(rewards: np.ndarray, parts: np.ndarray) -> bool:
-    """Returns whether returns to go differ in a group, compared as in `functional.turn_advantages`."""
-    returns = [_returns_to_go(*completion) for completion in zip(rewards.tolist(), parts, strict=True)]
-    everything = [value for row in returns for value in row]
-    rounding = 1e-6 * max(map(abs, everything), default=0.0)
-    columns = ([row[k] for row in returns if k < len(row)] for k in range(max(map(len, returns), default=0)))
-    compared = (column if len(column) > 1 else everything for column in columns)
-    return any(max(values) - min(values) > rounding for values in compared)
-
-
-def _returns_to_go(reward: float, parts: tuple[Span, ...]) -> list[float]:
-    """Returns the rewards from each part on. Parts with the same end count as one, and no parts count as one too."""
-    returns: dict[int, float] = {}
-    for part in parts:
-        returns.setdefault(part.end, reward)
-        reward -= part.reward
-    return list(returns.values()) or [reward]
-
-
-def _mean(values: np.ndarray) -> float | None:
-    return float(values.mean()) if values.size else None

@@ -11,12 +11,12 @@ from grpo_jax.data.text import spans_in_tokens
 from grpo_jax.data.types import Completion
 from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices
 from grpo_jax.errors import UsageError
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rewards.reward import Rewards
 from grpo_jax.rl.types import Graded, Interaction, step_key
-from grpo_jax.sampling.sampler import Completions, sample_groups, truncation_of
+from grpo_jax.sampling.sampler import Completions, limits_of, sample_groups
 from grpo_jax.tasks.task import Task
 
 
@@ -32,7 +32,7 @@ def check_one_turn(options: SamplingConfig) -> None:
         )
 
 
-def make_draw(
+def make_text_draw(
     task: Task, policy: Policy, sampling: SamplingConfig, devices: Devices
 ) -> tuple[Callable[..., Completions], Callable[..., Completions]]:
     """Returns the function `draw` of a `Sampler`, and its program, which is compiled at its first call."""
@@ -82,12 +82,11 @@ def sample_completions(
         numbers,
         key,
         max_tokens=sampling.max_tokens,
-        eos_ids=task.eos_ids,
         temperature=temperature,
-        truncation=truncation_of(sampling.top_k, sampling.top_p, sampling.min_p),
+        limits=limits_of(sampling.top_k, sampling.top_p, sampling.min_p),
         pad_id=task.pad_id,
-        stop=task.stop,
         support_size=sampling.kept_tokens,
+        **task.ends,
     )
 
 
@@ -131,7 +130,7 @@ def span_columns(
     }
 
 
-ONE_TURN = Interaction("spans", check_one_turn, make_draw, read_text, find_spans, report_texts, span_columns)
+ONE_TURN = Interaction("spans", check_one_turn, make_text_draw, read_text, find_spans, report_texts, span_columns)
 
 
 def interaction_of(task: Task) -> Interaction:

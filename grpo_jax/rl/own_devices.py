@@ -31,13 +31,13 @@ from grpo_jax.devices import (
     local_numbers,
     local_rows,
     num_hosts,
-    parts,
+    num_shards,
     shardings,
     size,
     to_devices,
 )
-from grpo_jax.models import sharding
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params import sharding
 from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions
 
@@ -258,7 +258,7 @@ def make_give(sampling: Devices, training: Devices) -> Callable[[Any], Any]:
     """Makes the function that moves the rows of this host, arrays `[n, ...]`, to the trainer's devices, on which they
     are a part of the rows of all hosts."""
     targets, count = local_devices(training), num_hosts(training)
-    number = parts(training) // count
+    number = num_shards(training) // count
 
     def cut(rows: Any) -> list[Any]:
         def part(x: jax.Array, place: int) -> jax.Array:

@@ -15,15 +15,17 @@ import optax
 
 from grpo_jax import functional as F
 from grpo_jax.config import Critic, CriticConfig, GRPOConfig
-from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import TokenStates
+from grpo_jax.models.decoder import heads
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grpo import kl_in_reward, masked, masked_mean, optimizer_of
+from grpo_jax.models.rows.geometry import TokenStates
+from grpo_jax.optimizer import learning_rate_schedule, optimizer_of
+from grpo_jax.rl.grpo import kl_in_reward, masked, masked_mean
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.types import Forward, LossTerm, Method, RewardArrays
-from grpo_jax.step import Array, Batch, Logs, learning_rate_schedule, score_completion_tokens, states_of
+from grpo_jax.scoring import score_completion_tokens, states_of
+from grpo_jax.step import Array, Batch, Logs
 
 
 def critic_policy(config: ModelConfig) -> Policy:
@@ -64,7 +66,7 @@ def ppo_method(method: Method, policies: Mapping[str, Policy], config: GRPOConfi
     critic_schedule = learning_rate_schedule(critic_options, config.num_updates)
     # One optimizer for both, but each gradient is clipped by its own norm.
     optimizer = optax.multi_transform(
-        {"policy": method.optimizer, "critic": optimizer_of(config, critic_schedule)},
+        {"policy": method.optimizer, "critic": optimizer_of(config.optimizer, critic_schedule)},
         {"policy": "policy", "critic": "critic"},
     )
     return method._replace(

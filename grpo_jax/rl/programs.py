@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -13,20 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig, SamplerConfig, check_models, validate
-from grpo_jax.devices import COMPILING, abstract, devices_of, jit_on_devices, num_cores, parts, sampling_devices
+from grpo_jax.devices import COMPILING, abstract, devices_of, jit_on_devices, num_cores, num_shards, sampling_devices
 from grpo_jax.errors import UsageError
-from grpo_jax.models.params import split
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import split
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
-from grpo_jax.rl import update
 from grpo_jax.rl.grade import empty_rewards
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.source import Sampler, empty_batch, make_sampler
 from grpo_jax.rl.types import REWARD_AXES, Learned, Method
-from grpo_jax.rl.update import models_of, with_fixed_reference
+from grpo_jax.rl.update import learn, models_of, with_fixed_reference
 from grpo_jax.step import Batch, TrainState, init_state
 from grpo_jax.tasks.task import Task
 
@@ -54,8 +54,7 @@ class Programs(NamedTuple):
     config: GRPOConfig  # the configuration that the programs are compiled for
     score_program: Any  # the compiled part of `score`; None without scorers
     compiling: list[Thread]  # the thread of `compile_ahead`, once it has started
-    expert_share: float  # that of the policy, for `update_flops`
-    notes: tuple[str, ...] = ()  # `Policy.notes`
+    policy: Policy  # the functions of the model
 
 
 MethodChange = Callable[[Method], Method]
@@ -83,7 +82,7 @@ def make_programs(
       UsageError: Options do not work. The message says what to change.
     """
     policies = {"policy": policies} if isinstance(policies, Policy) else policies
-    validate(config, num_devices=parts(devices_of(config)))
+    validate(config, num_devices=num_shards(devices_of(config)))
     check_models(config, policies)
     if "teacher" in policies and not config.frozen_models:
         raise UsageError("there is a teacher, but distillation is none: choose one, such as reverse_kl")
@@ -145,9 +144,6 @@ def make_method_programs(
             fields["old_logprobs"] = batch.sampler_logprobs
         return batch._replace(**fields)
 
-    def learn(state, frozen, batch, rewards, seed_and_step):
-        return update.learn(method, config, state, frozen, batch, rewards, tuple(seed_and_step), devices=devices)
-
     def initial_state(trained):
         state = init_state(jax.tree.map(jnp.copy, trained), method.optimizer)
         return state._replace(extras=method.initial_extras(trained))
@@ -156,13 +152,17 @@ def make_method_programs(
         method,
         sampler,
         score_batch,
-        jit_on_devices(learn, (None, LEARNED_AXES), devices=devices, donate_argnums=(0,)),
+        jit_on_devices(
+            partial(learn, method, config, devices=devices),
+            (None, LEARNED_AXES),
+            devices=devices,
+            donate_argnums=(0,),
+        ),
         jit_on_devices(initial_state, devices=devices),
         config,
         score_program,
         [],
-        policy.expert_share,
-        policy.notes,
+        policy,
     )
 
 

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import ONE_DEVICE, Devices, map_rows
-from grpo_jax.models.pieces import computed_in_pieces, lengths_of
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.rows.pieces import computed_in_pieces, lengths_of
 from grpo_jax.rl.types import Method, Scorer
-from grpo_jax.step import Batch, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
 
 
 def score_rollout(
@@ -45,9 +46,7 @@ def score_rollout(
 
         tokens = rows.completion_ids.shape[-1]
         rows = with_ends(rows) if method.scores_ends else rows
-        options = config.optimizer
-        pieces = method.pieces(rows, microbatches=options.microbatches, piece_tokens=options.piece_tokens)
-        scores = computed_in_pieces(score_piece, rows, pieces)
+        scores = computed_in_pieces(score_piece, rows, method.pieces(rows, piece_tokens=config.piece_tokens))
         return jax.tree.map(lambda x: x[:, :, :tokens], scores)
 
     return map_rows(score_rows, devices)(models, batch)

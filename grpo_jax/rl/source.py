@@ -16,10 +16,10 @@ from grpo_jax.config import BY_PART, GRPOConfig, SamplingConfig
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import ONE_DEVICE, Devices, all_rows, place, spread_over, to_devices
 from grpo_jax.errors import UsageError
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
-from grpo_jax.rl.guards import has_spread
+from grpo_jax.models.rows.geometry import PromptTokens
+from grpo_jax.rl.grade import has_spread
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import SAMPLING, Rollout, noise_of
 from grpo_jax.sampling.sampler import Completions
@@ -220,7 +220,7 @@ def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
         completion_mask=np.zeros(shape, bool),
         temperature=np.zeros(shape[:2], np.float32),
         sampler_logprobs=np.zeros(shape, np.float32),
-        processed_logprobs=np.zeros(shape, np.float32) if sampling.truncates else None,
+        processed_logprobs=np.zeros(shape, np.float32) if sampling.limits_tokens else None,
         truncated=np.zeros(shape[:2], bool),
         support_ids=np.zeros((*shape, sampling.kept_tokens), np.int32) if sampling.kept_tokens else None,
     )
@@ -256,15 +256,15 @@ def by_solve_rate(
 
     def sample(state: Any, policy: Params, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
         window = all_rows(state, devices)
-        drawn = choose(window, step, sampling.curriculum_bound)
-        rollout = draw(policy, step, drawn.prompts)
+        prompts, numbers, metrics = choose(window, step, sampling.curriculum_bound)
+        rollout = draw(policy, step, prompts)
         on_dispatch()
         rollout = report(grade(rollout), step)
         graded = rollout.graded
         assert graded is not None
         rewards = graded.components.get(sampling.filter_metric, np.where(graded.applicable, graded.rewards, np.nan))
-        window = to_devices(add_step(window, drawn.numbers, rewards), devices)
-        return window, rollout._replace(metrics=rollout.metrics | drawn.metrics)
+        window = to_devices(add_step(window, numbers, rewards), devices)
+        return window, rollout._replace(metrics=rollout.metrics | metrics)
 
     return Source(sample, partial(empty_window, sampling.num_prompts, sampling.curriculum))
 

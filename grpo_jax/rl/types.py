@@ -1,7 +1,7 @@
-"""The data of an iteration. Letters: N prompts of P tokens, G completions of T tokens, K rewards, C candidate
-tokens, M turns, U optimizer steps.
+"""The data of an iteration and the random keys of its steps. Letters: N prompts of P tokens, G completions of T tokens,
+K rewards, C candidate tokens, M turns, U optimizer steps.
 
-Rewards pass through four containers: the list that a function returns becomes `rewards.reward.RewardScores`, then
+Rewards pass through four containers: the list that a function returns becomes `rewards.reward.RewardSums`, then
 `Graded` on the host, then `RewardArrays` on the devices, and finally the advantages of a `Batch`.
 """
 
@@ -18,9 +18,9 @@ import optax
 from grpo_jax.config import SamplingConfig
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.types import Completion
-from grpo_jax.models.geometry import TokenStates
-from grpo_jax.models.pieces import Pieces, choose_pieces
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.rows.geometry import TokenStates
+from grpo_jax.models.rows.pieces import Pieces, choose_pieces
 from grpo_jax.rewards.reward import Rewards
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import Array, Batch, Logs, TrainState
@@ -120,7 +120,7 @@ class Method(NamedTuple):
     scorers: tuple[Scorer, ...] = ()
     initial_extras: Callable[[Any], dict[str, Any]] = lambda trained: {}  # trained parameters -> initial extras
     hooks: tuple[Hook, ...] = ()
-    rounded: Callable[[Params], Params] | None = None  # `Policy.rounded`
+    rounded: Callable[[Params], Params] | None = None  # trained parameters -> `Policy.rounded` of the policy's
     pieces: Callable[..., Pieces] = choose_pieces  # cuts a batch into pieces
     scores_ends: bool = False  # true if scorers also compute the state after the last token
     # metrics of an optimizer step -> metrics to log

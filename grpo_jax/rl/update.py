@@ -1,4 +1,4 @@
-"""The update of an iteration, as pure functions of whole arrays: epochs, minibatches, pieces, devices, hooks.
+"""The update of an iteration, as pure functions of whole arrays: epochs, minibatches, the objective's loss, hooks.
 
 Letters as in `types`.
 """
@@ -10,14 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import GRPOConfig
+from grpo_jax import functional as F
+from grpo_jax.config import GRPOConfig, LossConfig
 from grpo_jax.devices import ONE_DEVICE, Devices, spread_over
-from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.functional.numerics import call_with
-from grpo_jax.models.params import join
-from grpo_jax.models.transformer import Params
-from grpo_jax.rl.types import SHUFFLING, Hook, Learned, Method, RewardArrays, step_key
-from grpo_jax.step import Array, Batch, Logs, TrainState, logged_rate, train_step
+from grpo_jax.functional.presets import CORRECTIONS
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.tree import join
+from grpo_jax.optimizer import logged_rate
+from grpo_jax.rl.types import SHUFFLING, Forward, Hook, Learned, LossTerm, Method, RewardArrays, step_key
+from grpo_jax.step import Array, Batch, Logs, TrainState, train_step
 
 # Metrics of optimizer steps, not of tokens.
 STEP_METRICS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate", "changed_share"})
@@ -30,7 +32,7 @@ def learn(
     frozen: Any,
     batch: Batch,
     rewards: RewardArrays,
-    seed_and_step: tuple[Array, Array],
+    seed_and_step: Array,
     *,
     devices: Devices = ONE_DEVICE,
 ) -> tuple[TrainState, Learned]:
@@ -43,23 +45,24 @@ def learn(
       frozen: Parameters that are not trained, by role. A "reference" among them is the initial policy.
       batch: The scored batch of N prompts.
       rewards: The rewards of its completions.
-      seed_and_step: The seed of the run, and the number of the iteration, from 0.
+      seed_and_step: The seed of the run, and the number of the iteration, from 0; uint32 `[2]`.
       devices: The devices that share the rows.
 
     Returns:
       The next state, and the metrics and advantages to log.
     """
+    seed, number = seed_and_step
     # ---- advantages
     kl_coef = state.extras.get("kl_coef", jnp.float32(config.loss.kl_coef))
     batch, advantages, logs = method.advantage(rewards, batch, kl_coef)
 
     # ---- updates: each prompt once per epoch, in shuffled minibatches
     step = partial(optimizer_step, method, config, frozen, devices)
-    state, metrics, order = update_epochs(step, state, batch, config, seed_and_step, devices)
+    state, metrics, order = update_epochs(step, state, batch, config, (seed, number), devices)
 
     # ---- hooks
     for hook in method.hooks:
-        state = hook(state, logs | metrics, seed_and_step[1])
+        state = hook(state, logs | metrics, number)
     return state, Learned(logs | metrics, advantages, order)
 
 
@@ -71,7 +74,7 @@ def models_of(trained: Params, frozen: Any, extras: Mapping[str, Any]) -> Params
 
 def with_fixed_reference(models: Params, config: GRPOConfig) -> Params:
     """Adds the frozen role "reference", the initial policy, to a run's models by role, if the reference never moves."""
-    if config.reference.ref_sync_steps or not config.loss.objective.has_reference:
+    if config.loss.ref_sync_steps or not config.loss.objective.has_reference:
         return models
     return models | {"reference": models["policy"]}
 
@@ -142,7 +145,7 @@ def optimizer_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Takes one optimizer step of a method on a minibatch. For the arguments see `learn` and `train_step`."""
     options = config.optimizer
-    rate = logged_rate(options, method.schedule, state)
+    rate = logged_rate(options, method.schedule, state.opt_state)
     # With an environment the mask also has room for observations, which do not count.
     longest = min(minibatch.completion_ids.shape[-1], config.sampling.max_tokens)
     state, metrics = train_step(
@@ -154,16 +157,12 @@ def optimizer_step(
             call_with, method.aggregation, num_completions=minibatch.temperature.size, max_length=longest
         ),
         optimizer=method.optimizer,
-        pieces=partial(method.pieces, microbatches=options.microbatches, piece_tokens=options.piece_tokens),
+        pieces=partial(method.pieces, piece_tokens=config.piece_tokens),
         devices=devices,
-        rounded=method.rounded and partial(_rounded_policy, method.rounded),
+        rounded=method.rounded,
     )
     tokens = jnp.sum(minibatch.completion_mask)
     return state, method.summarise(metrics) | rate | {"_tokens": tokens}
-
-
-def _rounded_policy(rounded: Callable[[Params], Params], trained: Params) -> Params:
-    return rounded(trained["policy"])
 
 
 def loss_of(method: Method, others: tuple[Any, Any], trained: Params, piece: Batch) -> tuple[jax.Array, Logs]:
@@ -180,6 +179,70 @@ def loss_of(method: Method, others: tuple[Any, Any], trained: Params, piece: Bat
     losses, logs = zip(*(term(models, forward, piece) for term in method.terms), strict=True)
     means = {name: pair for log in logs for name, pair in log.means.items()}
     return sum(losses), Logs(means, {name: most for log in logs for name, most in log.maxima.items()})
+
+
+def objective_term(config: LossConfig) -> LossTerm:
+    """Returns the term `Objective.loss` of the preset, with corrected advantages."""
+    in_full = config.divergence != "preset"
+    objective = config.objective._replace(kl_coef=0.0) if in_full else config.objective
+
+    def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
+        mask, fresh = batch.completion_mask, jax.lax.stop_gradient(forward.logprobs)
+        old_logprobs = fresh if batch.old_logprobs is None else batch.old_logprobs
+        advantages, more = corrected_advantages(batch, fresh, old_logprobs, config)
+        loss, metrics = objective.loss(
+            forward.logprobs,
+            old_logprobs,
+            advantages,
+            mask,
+            ref_logprobs=batch.ref_logprobs,
+            entropy=forward.entropy,
+            weights=batch.weights,
+        )
+        # Compare with the sampler's log-probabilities if they are known, even if the loss uses other old ones.
+        sampled = old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
+        is_compared = mask if batch.is_border is None else mask & ~batch.is_border
+        mismatch = jnp.where(is_compared, fresh - sampled, 0)
+        metrics["entropy"] = F.masked_sum(forward.entropy, mask)
+        metrics["sampler_mismatch"] = F.masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
+        if batch.support_ids is not None:
+            left_out = -jnp.expm1(batch.processed_logprobs - batch.sampler_logprobs)
+            metrics["support_left_out"] = F.masked_sum(left_out, mask)
+        if batch.is_border is not None:
+            metrics["support_border"] = F.masked_sum(batch.is_border, mask)
+        return loss, Logs(metrics | more, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})
+
+    return term
+
+
+def corrected_advantages(
+    batch: Batch, logprobs: jax.Array, old_logprobs: jax.Array, config: LossConfig
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Applies `correction` and `off_policy_threshold` to advantages.
+
+    Args:
+      batch: The batch with advantages and the sampler's log-probabilities.
+      logprobs: Log-probabilities of the current policy, `[N, G, T]`.
+      old_logprobs: Log-probabilities in the denominator of the ratio, `[N, G, T]`.
+      config: The loss options of the run.
+
+    Returns:
+      Advantages `[N, G]` or `[N, G, T]`, and metrics.
+    """
+    advantages, mask, metrics = batch.advantages, batch.completion_mask, {}
+    if config.correction != "none":
+        log_ratio, weights_of = CORRECTIONS[config.correction]
+        sampled = batch.sampler_logprobs if batch.processed_logprobs is None else batch.processed_logprobs
+        weights = call_with(weights_of, log_ratio(old_logprobs, sampled, mask), **config.constants)
+        advantages = F.per_token(advantages, weights) * weights
+        metrics["correction"] = F.masked_sum(weights, mask)
+    if config.off_policy_threshold is not None:
+        # Compare with the sampler: old_logprobs equal the current ones in the first optimizer step.
+        drift = F.token_log_ratio(logprobs, batch.sampler_logprobs, mask)
+        keep = F.on_policy_completions(drift, batch.advantages, mask, threshold=config.off_policy_threshold)
+        advantages = jnp.where(keep, F.per_token(advantages, logprobs), 0)
+        metrics["on_policy_share"] = F.masked_sum(keep, mask)
+    return advantages, metrics
 
 
 def average_over_updates(metrics: Mapping[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
@@ -215,7 +278,7 @@ def average_over_updates(metrics: Mapping[str, jax.Array], tokens: jax.Array) ->
 
 def make_hooks(config: GRPOConfig) -> tuple[Callable[[Any], dict[str, Any]], tuple[Hook, ...]]:
     """Returns a function from trained parameters to initial `TrainState.extras`, and the hooks that update these."""
-    moves, adapts = config.reference.ref_sync_steps > 0, config.reference.kl_target is not None
+    moves, adapts = config.loss.ref_sync_steps > 0, config.loss.kl_target is not None
 
     def extras(trained: Any) -> dict[str, Any]:
         # A copy, since the update donates the state.
@@ -230,8 +293,8 @@ def sync_reference(config: GRPOConfig) -> Hook:
     """θ_ref ← α θ + (1 − α) θ_ref every `ref_sync_steps` iterations. TR-DPO (2404.09656)."""
 
     def hook(state: TrainState, metrics: Any, step: Any) -> TrainState:
-        due = (step + 1) % config.reference.ref_sync_steps == 0
-        alpha = jnp.where(due, config.reference.ref_mixup_alpha, 0.0)
+        due = (step + 1) % config.loss.ref_sync_steps == 0
+        alpha = jnp.where(due, config.loss.ref_mixup_alpha, 0.0)
         reference = jax.tree.map(
             lambda new, old: (alpha * new + (1 - alpha) * old).astype(old.dtype),
             state.params["policy"],
@@ -245,16 +308,15 @@ def sync_reference(config: GRPOConfig) -> Hook:
 def adapt_kl_coef(config: GRPOConfig) -> Hook:
     """Moves β towards `kl_target` (`functional.adaptive_kl_coef`). 1909.08593."""
 
-    target = config.reference.kl_target
+    target = config.loss.kl_target
     assert target is not None
 
     def hook(state: TrainState, metrics: Any, step: Any) -> TrainState:
-        kl_coef = adaptive_kl_coef(
+        kl_coef = F.adaptive_kl_coef(
             state.extras["kl_coef"],
             metrics["kl_completion"],
             target=target,
             num_samples=config.sampling.num_prompts * config.sampling.group_size,
-            horizon=config.reference.kl_horizon,
         )
         # A step whose KL is not finite is skipped. With it, this coefficient and so all later steps would be lost.
         kl_coef = jnp.where(jnp.isfinite(kl_coef), kl_coef, state.extras["kl_coef"])

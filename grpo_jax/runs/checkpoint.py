@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from grpo_jax import __version__, hosts
 from grpo_jax.data.types import hash_files, hash_values
 from grpo_jax.errors import UsageError, lacking, reason_of
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.runs.files import check_fields, finite, read_object, write_json
 from grpo_jax.runs.progress import say_aside
 
@@ -168,11 +168,11 @@ class Checkpoints:
         steps = saved_steps(self._folder)
         return _scores_in(self._newest(steps, _SEAL_FILE)[0]) if steps else {}
 
-    def _newest(self, steps: Sequence[int], part: str = "") -> tuple[dict[str, Any], dict[int, str]]:
+    def _newest(self, steps: Sequence[int], prefix: str = "") -> tuple[dict[str, Any], dict[int, str]]:
         """Returns the seal of the newest of these steps that verifies, and the reasons why newer steps do not."""
         passed: dict[int, str] = {}
         for step in sorted(steps, reverse=True):
-            seal, wrong = check_seal(self._folder / str(step), part)
+            seal, wrong = check_seal(self._folder / str(step), prefix)
             if seal:
                 if seal["version"].rpartition(".")[0] != __version__.rpartition(".")[0]:
                     raise UsageError(
@@ -345,12 +345,12 @@ def _with_digest(seal: Mapping[str, Any]) -> dict[str, Any]:
     return fields | {_DIGEST: hash_values(fields)}
 
 
-def check_seal(folder: Path, part: str = "") -> tuple[dict[str, Any] | None, str]:
+def check_seal(folder: Path, prefix: str = "") -> tuple[dict[str, Any] | None, str]:
     """Compares a checkpoint with its seal, which detects a single changed bit.
 
     Args:
       folder: The folder of the checkpoint.
-      part: Read only files whose paths begin with this prefix. All files must exist.
+      prefix: Read only files whose paths begin with it. All files must exist.
 
     Returns:
       The seal with files, step, run and version, and ""; or None and a description of the defect.
@@ -361,7 +361,7 @@ def check_seal(folder: Path, part: str = "") -> tuple[dict[str, Any] | None, str
             raise ValueError(f"{_SEAL_FILE} does not have its digest")
         check_fields(seal, _SEAL_FILE, {"files": dict[str, str], "step": int, "run": str | None, "version": str})
         present = {name for name in seal["files"] if (folder / name).is_file()}
-        digests = hash_files(folder, (name for name in present if name.startswith(part)))
+        digests = hash_files(folder, (name for name in present if name.startswith(prefix)))
     except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         return None, f"it is incomplete or damaged ({reason_of(error)})"
     for name, digest in seal["files"].items():

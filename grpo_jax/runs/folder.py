@@ -33,7 +33,8 @@ from grpo_jax.config import CriticConfig, SamplerConfig
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import peak_memory_mb
 from grpo_jax.errors import UsageError
-from grpo_jax.options import current_name, flattened, from_json, options_of
+from grpo_jax.options import flattened, from_json, in_current_names, options_of
+from grpo_jax.rl.beside import NO_JOURNAL, Journal
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.files import (
     TEMPORARY,
@@ -49,7 +50,7 @@ from grpo_jax.runs.files import (
     write_parts,
     write_text,
 )
-from grpo_jax.runs.journal import RunJournal
+from grpo_jax.runs.journal import open_journal
 from grpo_jax.runs.progress import RunConsole, Show, programs_so_far, progress, say, waiting
 
 Options = TypeVar("Options")
@@ -95,10 +96,10 @@ class RunFolder:
         self.path, self.writes = path, hosts.is_first()
         self.console = console or RunConsole(quiet=not self.writes)
         self._warned: set[str] = set()
-        # part -> its seconds since the last line, the number of its open blocks, and when this was computed
-        self._parts: dict[str, tuple[float, int, float]] = {}
+        # work -> its seconds since the last line, the number of its open blocks, and when this was computed
+        self._work: dict[str, tuple[float, int, float]] = {}
         self._clock = threading.Lock()  # blocks of several threads may be open
-        self._journal: RunJournal | None = None
+        self._journal = NO_JOURNAL
         # Of the lines of a phase in a file, the number and the CRC-32
         self._lines = defaultdict[tuple[str, str], tuple[int, int]](lambda: (0, 0))
         self._started = self._logged = time.perf_counter()
@@ -150,11 +151,11 @@ class RunFolder:
                 "numbers are no longer those of an uninterrupted run to the bit",
             )
 
-    def keep_inputs(self, part: str, inputs: Mapping[str, str]) -> None:
+    def keep_inputs(self, owner: str, inputs: Mapping[str, str]) -> None:
         """Records the inputs of a phase, or of a model, in inputs.json.
 
         Args:
-          part: The name of a phase, or a role such as "model" or "teacher".
+          owner: The name of a phase, or a role such as "model" or "teacher".
           inputs: Description of an input -> its digest.
 
         Raises:
@@ -164,9 +165,9 @@ class RunFolder:
         if not self.writes:
             return
         known = read_inputs(self.path)
-        before = known.get(part, dict(inputs))
+        before = known.get(owner, dict(inputs))
         check_inputs(self.path, before, inputs)
-        write_json(self.path / INPUTS_FILE, {_MACHINE: machine()} | known | {part: dict(inputs)})
+        write_json(self.path / INPUTS_FILE, {_MACHINE: machine()} | known | {owner: dict(inputs)})
 
     # ---- lines
 
@@ -194,13 +195,13 @@ class RunFolder:
         peak_flops: float | None = None,
         numbers: Mapping[str, float] | None = None,
     ) -> Mapping[str, float | None]:
-        """Writes a line of times.jsonl: the seconds of each part since the last line, and its throughput.
+        """Writes a line of times.jsonl: the seconds of each kind of work since the last line, and its throughput.
 
         Args:
           phase: The name of the phase.
           step: The step that was reached.
           tokens: Part -> the number of tokens that it processed.
-          update_flops: The floating-point operations of the part "update"; 0: unknown.
+          update_flops: The floating-point operations of the work "update"; 0: unknown.
           peak_flops: The peak FLOP/s of the devices, if known. `mfu` is the fraction of it that was achieved.
           numbers: Further numbers to log.
 
@@ -209,13 +210,13 @@ class RunFolder:
         """
         seconds, before, self._logged = self._pop_seconds(), self._logged, time.perf_counter()
         line = {"s": round(self._logged - self._started, 3), "step_s": round(self._logged - before, 4)}
-        line |= {f"{part}_s": round(spent, 4) for part, spent in seconds.items()}
+        line |= {f"{work}_s": round(spent, 4) for work, spent in seconds.items()}
         if "wait" in seconds:
             shares = seconds["wait"] / line["step_s"], 1 - seconds.get("rollout", 0.0) / line["step_s"]
             line |= {name: round(max(share, 0.0), 4) for name, share in zip(WAIT_SHARES, shares, strict=True)}
-        for part, count in (tokens or {}).items():
-            line |= {f"{part}_tokens": count}
-            line |= {f"{part}_tokens_per_s": round(count / seconds[part], 1)} if seconds.get(part) else {}
+        for work, count in (tokens or {}).items():
+            line |= {f"{work}_tokens": count}
+            line |= {f"{work}_tokens_per_s": round(count / seconds[work], 1)} if seconds.get(work) else {}
         if update_flops:
             done = update_flops / seconds["update"]
             line["update_tflops"] = float(f"{done / 1e12:.4g}")
@@ -312,15 +313,14 @@ class RunFolder:
             if (self.path / name).exists():
                 with (self.path / name).open("rb") as file:
                     os.fsync(file.fileno())
-        if self._journal:
-            self._journal.turn_page()
+        self._journal.turn_page()
         return {name: [*self._lines[phase, name]] for name in _PHASE_FILES}
 
     # ---- checkpoints, times, messages
 
-    def journal(self) -> RunJournal:
+    def open_journal(self) -> Journal:
         """Returns the journal of the phase that begins or continues."""
-        self._journal = RunJournal(self.path / "journal")
+        self._journal = open_journal(self.path / "journal")
         return self._journal
 
     def checkpoints(self, phase: str, *, keep: int, keep_best: bool = False) -> Checkpoints:
@@ -359,28 +359,28 @@ class RunFolder:
         return None
 
     @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Adds the seconds spent in the block to the time of `part`. Blocks that are open at once count once."""
-        self._count_open(part, 1)
+    def timed(self, work: str) -> Iterator[None]:
+        """Adds the seconds spent in the block to the time of `work`. Blocks that are open at once count once."""
+        self._count_open(work, 1)
         try:
-            with jax.profiler.TraceAnnotation(part):
+            with jax.profiler.TraceAnnotation(work):
                 yield
         finally:
-            self._count_open(part, -1)
+            self._count_open(work, -1)
 
-    def _count_open(self, part: str, change: int) -> None:
+    def _count_open(self, work: str, change: int) -> None:
         with self._clock:
             now = time.perf_counter()
-            seconds, number, since = self._parts.get(part, (0.0, 0, now))
-            self._parts[part] = seconds + (now - since if number else 0.0), number + change, now
+            seconds, number, since = self._work.get(work, (0.0, 0, now))
+            self._work[work] = seconds + (now - since if number else 0.0), number + change, now
 
     def _pop_seconds(self) -> dict[str, float]:
-        """Returns the seconds of the parts since the last call."""
-        for part in tuple(self._parts):
-            self._count_open(part, 0)
+        """Returns the seconds of the works since the last call."""
+        for work in tuple(self._work):
+            self._count_open(work, 0)
         with self._clock:
-            seconds = {part: spent for part, (spent, _, _) in self._parts.items()}
-            self._parts = {part: (0.0, number, since) for part, (_, number, since) in self._parts.items() if number}
+            seconds = {work: spent for work, (spent, _, _) in self._work.items()}
+            self._work = {work: (0.0, number, since) for work, (_, number, since) in self._work.items() if number}
         return seconds
 
     def progress(self, phase: str, total: int, completed: int = 0) -> AbstractContextManager[Show]:
@@ -432,7 +432,7 @@ FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 _ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64, "constant": [], "optimizer": "adamw"}
 _ADDED_OPTIONS |= options_of(CriticConfig())
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"
-_MACHINE = "machine"  # the part of inputs.json that may change, with a warning
+_MACHINE = "machine"  # the entry of inputs.json that may change, with a warning
 _UNBEGUN = ("lock", f"{OPTIONS_FILE}*{TEMPORARY}")  # left by a run that was killed before it had written its options
 
 
@@ -448,7 +448,7 @@ def _rounding_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_inputs(folder: Path) -> dict[str, dict[str, str]]:
-    """Reads inputs.json of a run: part -> description of an input -> its digest."""
+    """Reads inputs.json of a run: owner -> description of an input -> its digest."""
     file = folder / INPUTS_FILE
     return read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
 
@@ -537,7 +537,7 @@ def open_folder(path: Path, config: dict[str, Any], *, wandb: str = "") -> RunFo
 def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """Returns the options that change what a run computes and differ between the two configurations."""
     saved, present = _shaping(flattened(saved)), _shaping(flattened(json.loads(json.dumps(config))))  # as in the file
-    saved = {current_name(name, present, saved): value for name, value in saved.items()}
+    saved = in_current_names(saved, present)
     saved = {name: value for name, value in _ADDED_OPTIONS.items() if name in present} | saved
     return sorted(name for name in saved.keys() | present.keys() if saved.get(name) != present.get(name))
 

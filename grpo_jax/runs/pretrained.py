@@ -14,15 +14,16 @@ from grpo_jax.config import ModelOptions
 from grpo_jax.data.text import uses_chat
 from grpo_jax.data.types import hash_files
 from grpo_jax.errors import UsageError
-from grpo_jax.models import huggingface, weights
+from grpo_jax.models import huggingface
 from grpo_jax.models.config import Dtype, ModelConfig
+from grpo_jax.models.decoder.transformer import Params, param_shapes
+from grpo_jax.models.files import weights
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.lora import add_adapters, fingerprint, merge
-from grpo_jax.models.params import Adapted, Quantize, Target, split
+from grpo_jax.models.params.lora import add_adapters, fingerprint, merge
+from grpo_jax.models.params.quantised import quantise_params
+from grpo_jax.models.params.rounding import round_stochastically
+from grpo_jax.models.params.tree import Adapted, Quantize, Target, split
 from grpo_jax.models.policy import resolve_dtype
-from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.rounding import round_stochastically
-from grpo_jax.models.transformer import Params, param_shapes
 from grpo_jax.options import flattened
 from grpo_jax.runs import files
 from grpo_jax.runs.checkpoint import Checkpoints, best_step
@@ -65,7 +66,7 @@ class LoraDescription(NamedTuple):
 def keep_description(
     run: RunFolder, models: Mapping[str, Pretrained], options: ModelOptions, chat: bool | None = None
 ) -> None:
-    """Copies the policy's folder without its weights into the run, for `grpo_jax.runs.export`.
+    """Copies the policy's folder without its weights into the run, for `grpo_jax.commands.export`.
 
     Also prints the notes of all models, and how prompts that are text are encoded.
 
@@ -89,7 +90,7 @@ def keep_description(
         _keep_files(run, "model" if role == "policy" else role, model)
     lora = _describe_lora(pretrained, options) if options.lora_rank else None  # on all hosts: weights may be sharded
     if run.writes:
-        huggingface.save_description(run.path / "model", pretrained.config, source=pretrained.folder)
+        huggingface.copy_text_files(pretrained.folder, run.path / "model")
         if pretrained.brings_tokenizer:
             pretrained.tokenizer.save_pretrained(run.path / "model")
         if lora:
@@ -106,12 +107,12 @@ def _describe_lora(pretrained: Pretrained, options: ModelOptions) -> LoraDescrip
     return LoraDescription(base, fingerprint(pretrained.params.base), **saved)
 
 
-def _keep_files(run: RunFolder, part: str, pretrained: Pretrained) -> None:
+def _keep_files(run: RunFolder, role: str, pretrained: Pretrained) -> None:
     """Prints a model's notes, and records the digests of its files in the run, which can resume only with the same.
 
     Args:
       run: The folder of the run.
-      part: The role of the model, such as "model" or "teacher".
+      role: The role of the model, such as "model" or "teacher".
       pretrained: The model.
 
     Raises:
@@ -119,9 +120,9 @@ def _keep_files(run: RunFolder, part: str, pretrained: Pretrained) -> None:
     """
     folder = pretrained.folder
     for note in pretrained.notes:
-        run.warn_once(f"{part}: {note}", note if part == "model" else f"{part}: {note}")
+        run.warn_once(f"{role}: {note}", note if role == "model" else f"{role}: {note}")
     files = hash_files(folder, huggingface.files_of(folder))
-    run.keep_inputs(part, {f"{name} of the {part}": digest for name, digest in files.items()})
+    run.keep_inputs(role, {f"{name} of the {role}": digest for name, digest in files.items()})
 
 
 def _description(run: Path) -> dict[str, str]:
@@ -130,16 +131,6 @@ def _description(run: Path) -> dict[str, str]:
     names = {*filter(huggingface.is_copied, huggingface.files_of(folder)), _LORA_FILE}
     digests = hash_files(folder, (name for name in names if (folder / name).exists()))
     return {f"{name} of the model": digest for name, digest in digests.items()}
-
-
-def with_adapters(
-    params: Params, config: ModelConfig, options: ModelOptions | LoraDescription, key: jax.Array
-) -> Adapted:
-    """Adds new adapters to the parameters of a model, as the options of LoRA say."""
-    from grpo_jax.models.peft import targets_of  # loaded only for runs with adapters
-
-    targets = targets_of(config, options.lora_targets)
-    return add_adapters(params, key, rank=options.lora_rank, alpha=options.lora_alpha, targets=targets)
 
 
 # ---- loading the model from the run
@@ -229,7 +220,7 @@ def restore(
     if not (description / "config.json").exists():
         raise UsageError(
             f"{run} holds no model/config.json: name the folder of a run, or write the file with "
-            "huggingface.save_description in a loop of your own"
+            "huggingface.copy_text_files in a loop of your own"
         )
     if written := read_inputs(run).get("description"):  # a custom training loop may have recorded nothing
         check_inputs(run, written, _description(run))
@@ -251,7 +242,12 @@ def restore(
             config = untied_if_stored(params)
         else:
             config, base_params = (config, param_shapes(config)) if adapter else _load_base(lora, config, base)
-            add = partial(with_adapters, config=config, options=lora, key=jax.random.key(0))
+            from grpo_jax.models.files.peft import targets_of  # loaded only for runs with adapters
+
+            targets = targets_of(config, lora.lora_targets)
+            add = partial(
+                add_adapters, key=jax.random.key(0), rank=lora.lora_rank, alpha=lora.lora_alpha, targets=targets
+            )
             like = split(jax.eval_shape(add, base_params))[0]
             adapters, step = checkpoints.restore_params(lambda _: like, step)
             params = Adapted(base_params, adapters, jnp.float32(lora.lora_alpha / lora.lora_rank))

@@ -255,7 +255,7 @@ def run_steps(
                         break
             except Interruption:  # raised while a step or an evaluation samples, so the state is unchanged
                 read({})
-                if reached > saved:
+                if reached > saved and hosts.count() == 1:  # the others do not know of it
                     checkpoints.save(suspend(state), reached)
                 raise
     return state

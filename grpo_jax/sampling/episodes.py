@@ -8,24 +8,18 @@ Letters: see `sampler`. A reply has at most R tokens.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.geometry import AT_ONCE, PromptTokens
+from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
-from grpo_jax.sampling.sampler import (
-    Running,
-    Truncation,
-    initial_state,
-    is_running,
-    put_at,
-    start_decoding,
-    token_adder,
-)
-from grpo_jax.sampling.stopping import Stop
+from grpo_jax.models.rows.geometry import AT_ONCE, PromptTokens
+from grpo_jax.sampling.sampler import Limits, Running, initial_state, is_running, put_at, start_decoding, token_adder
+
+if TYPE_CHECKING:
+    from grpo_jax.sampling.stopping import Stop
 
 
 class Episodes(NamedTuple):
@@ -48,15 +42,15 @@ def begin_episodes(
     environment_tokens: int,
     eos_ids: tuple[int, ...],
     temperature: jax.Array | float = 1.0,
-    truncation: Truncation | None = None,
+    limits: Limits | None = None,
     pad_id: int = 0,
-    stop: Stop | None = None,
+    stop: "Stop | None" = None,
     support_size: int = 0,
 ) -> Episodes:
     """Samples the first turn of G episodes for each of N prompts. The tokens are those that `sample_groups` samples.
 
     Args:
-      policy, params, prompt, rows, key, temperature, truncation, pad_id, support_size: See `sample_groups`.
+      policy, params, prompt, rows, key, temperature, limits, pad_id, support_size: See `sample_groups`.
       max_tokens: The maximum number of tokens that the policy samples in an episode.
       environment_tokens: The maximum number of tokens of all replies in an episode. T is the sum of both.
       eos_ids: The tokens that end a turn. The ending token belongs to the turn.
@@ -66,7 +60,7 @@ def begin_episodes(
       `Episodes` after one turn.
     """
     size = max_tokens + environment_tokens
-    running = initial_state(rows, key, size, temperature, truncation, pad_id, stop, support_size)
+    running = initial_state(rows, key, size, temperature, limits, pad_id, stop, support_size)
     extend, state = start_decoding(policy, params, prompt, running, size, eos_ids, stop)
     _, cache, running = jax.lax.while_loop(partial(is_running, max_tokens=max_tokens), extend, state)
     out = running.out._replace(turn=running.out.completion_mask.astype(jnp.int32))
@@ -84,7 +78,7 @@ def continue_episodes(
     *,
     max_tokens: int,
     eos_ids: tuple[int, ...],
-    stop: Stop | None = None,
+    stop: "Stop | None" = None,
 ) -> Episodes:
     """Appends the environment's replies, and samples the next turn of the episodes that continue.
 

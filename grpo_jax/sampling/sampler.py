@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +27,18 @@ from grpo_jax.functional.products import (
     traits_of_backend,
     write_slice,
 )
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.params.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
-from grpo_jax.models.transformer import Params
-from grpo_jax.sampling.stopping import STOPPED, Stop
+from grpo_jax.models.rows.geometry import PromptTokens
+
+if TYPE_CHECKING:  # loaded only with stop texts
+    from grpo_jax.sampling.stopping import Stop
 
 # ---- one token
 
 
-class Truncation(NamedTuple):
+class Limits(NamedTuple):
     """Limits on the candidate tokens. Each limit applies to the tokens that the previous limits kept.
 
     Each limit broadcasts against the rows `[N, G]`, or is None and does not apply.
@@ -47,17 +49,17 @@ class Truncation(NamedTuple):
     min_p: jax.Array | float | None = None  # keep tokens with at least this fraction of the largest probability
 
 
-def truncation_of(top_k: int, top_p: float, min_p: float) -> Truncation:
+def limits_of(top_k: int, top_p: float, min_p: float) -> Limits:
     """Returns the limits that options set, in which a `top_k` of 0, a `top_p` of 1 and a `min_p` of 0 mean none."""
-    return Truncation(top_k=top_k or None, top_p=top_p if top_p < 1 else None, min_p=min_p or None)
+    return Limits(top_k=top_k or None, top_p=top_p if top_p < 1 else None, min_p=min_p or None)
 
 
-def truncate(logits: jax.Array, truncation: Truncation, shape: tuple[int, ...]) -> jax.Array:
+def limit_logits(logits: jax.Array, limits: Limits, shape: tuple[int, ...]) -> jax.Array:
     """Sets the logits of tokens outside the limits to −inf.
 
     Args:
       logits: The logits after temperature, float32 `[N, G, V]`.
-      truncation: The limits on the candidate tokens.
+      limits: The limits on the candidate tokens.
       shape: (N, G).
 
     Returns:
@@ -65,7 +67,7 @@ def truncate(logits: jax.Array, truncation: Truncation, shape: tuple[int, ...]) 
     """
     probs = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))  # scaled so that the largest is 1
     threshold = jnp.zeros((*shape, 1), jnp.float32)
-    top_k, top_p, min_p = jax.tree.map(lambda limit: jnp.broadcast_to(limit, shape)[..., None], truncation)
+    top_k, top_p, min_p = jax.tree.map(lambda limit: jnp.broadcast_to(limit, shape)[..., None], limits)
     if top_k is not None:
         k = jnp.where(top_k > 0, jnp.minimum(top_k, logits.shape[-1]), logits.shape[-1])
         threshold = _largest_threshold(probs, jnp.ones_like(probs), k.astype(jnp.float32))
@@ -98,10 +100,10 @@ def _largest_threshold(probs: jax.Array, weights: jax.Array, target: jax.Array) 
 
 
 def keep_support(logits: jax.Array, ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the likeliest tokens that truncation left, among them the sampled ones.
+    """Returns the likeliest tokens that the limits left, among them the sampled ones.
 
     Args:
-      logits: The logits after truncation, float32 `[N, G, V]`.
+      logits: The logits within the limits, float32 `[N, G, V]`.
       ids: The sampled tokens, int32 `[N, G]`.
       size: The number of tokens to keep, K.
 
@@ -109,7 +111,7 @@ def keep_support(logits: jax.Array, ids: jax.Array, size: int) -> tuple[jax.Arra
       Different tokens, int32 `[N, G, K]`, −1 where fewer are left; and log-probabilities of the sampled tokens among
       them, `[N, G]`.
     """
-    likeliest = truncate(logits, Truncation(top_k=size), ids.shape) > -jnp.inf
+    likeliest = limit_logits(logits, Limits(top_k=size), ids.shape) > -jnp.inf
     tokens = _true_places(likeliest, size)
     values = jnp.where(tokens >= 0, jnp.take_along_axis(logits, tokens, axis=-1, mode="clip"), -jnp.inf)
     # A sampled token that is less likely than K others takes the place of the least likely of these.
@@ -275,9 +277,9 @@ def sample_groups(
     max_tokens: int,
     eos_ids: tuple[int, ...],
     temperature: jax.Array | float = 1.0,
-    truncation: Truncation | None = None,
+    limits: Limits | None = None,
     pad_id: int = 0,
-    stop: Stop | None = None,
+    stop: "Stop | None" = None,
     support_size: int = 0,
 ) -> Completions:
     """Samples G completions for each of N prompts.
@@ -298,17 +300,17 @@ def sample_groups(
       eos_ids: The tokens that end a completion. The ending token belongs to the completion.
       temperature: The sampling temperature; broadcasts against `[N, G]`. 0 takes the likeliest token, and the
         log-probabilities are then those at temperature 1. Default 1.
-      truncation: The limits on the candidate tokens, or None.
+      limits: The limits on the candidate tokens, or None.
       pad_id: The token that fills completion_ids after the end.
       stop: Ends completions whose text contains a stop text, from `stopping.make_stop`. The token that completes
         the text belongs to the completion. Default: None.
-      support_size: With a truncation, the number of tokens that `support_ids` keeps of each support, K. The sampler's
+      support_size: With limits, the number of tokens that `support_ids` keeps of each support, K. The sampler's
         log-probabilities are then normalised over these. 0: no support is kept.
 
     Returns:
       `Completions`.
     """
-    running = initial_state(rows, key, max_tokens, temperature, truncation, pad_id, stop, support_size)
+    running = initial_state(rows, key, max_tokens, temperature, limits, pad_id, stop, support_size)
     rooms = rooms_of(max_tokens) if policy.widen else (max_tokens,)
     # Nothing reads the cache of an ended completion, so it need not stay valid.
     policy = policy._replace(forgets=False)
@@ -328,7 +330,7 @@ class Running(NamedTuple):
     last_ids: jax.Array  # int32, the last token
     uniforms: jax.Array  # [..., T, 2]
     temperature: jax.Array
-    limits: Truncation
+    limits: Limits
     out: Completions  # the tokens so far
     stop_states: jax.Array | None = None  # int32, states of the automaton of `Stop`; None without stop texts
 
@@ -338,9 +340,9 @@ def initial_state(
     key: jax.Array,
     size: int,
     temperature: jax.Array | float,
-    truncation: Truncation | None,
+    limits: Limits | None,
     pad_id: int,
-    stop: Stop | None,
+    stop: "Stop | None",
     support_size: int = 0,
 ) -> Running:
     """Returns completions before the first token, with room for `size` tokens. For arguments see `sample_groups`."""
@@ -350,7 +352,7 @@ def initial_state(
         completion_ids=jnp.full(zeros.shape, pad_id, jnp.int32),
         completion_mask=jnp.zeros(zeros.shape, bool),
         sampler_logprobs=zeros,
-        processed_logprobs=zeros if jax.tree.leaves(truncation) else None,
+        processed_logprobs=zeros if jax.tree.leaves(limits) else None,
         truncated=jnp.ones(shape, bool),
         support_ids=jnp.full((*zeros.shape, support_size), -1, jnp.int32) if support_size else None,
     )
@@ -358,7 +360,7 @@ def initial_state(
         last_ids=jnp.zeros(shape, jnp.int32),
         uniforms=draw_noise(key, rows, size),
         temperature=jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), shape),
-        limits=jax.tree.map(lambda limit: jnp.broadcast_to(limit, shape), truncation or Truncation()),
+        limits=jax.tree.map(lambda limit: jnp.broadcast_to(limit, shape), limits or Limits()),
         out=out,
         stop_states=None if stop is None else jnp.zeros(shape, jnp.int32),
     )
@@ -372,7 +374,7 @@ def start_decoding(
     running: Running,
     room: int,
     eos_ids: tuple[int, ...],
-    stop: Stop | None,
+    stop: "Stop | None",
 ) -> tuple[Callable[[Any], Any], tuple[jax.Array, Any, Running]]:
     """Computes the prompts and samples the first token.
 
@@ -506,7 +508,7 @@ def _decode_all(
 
 
 def token_adder(
-    policy: Policy, params: Params, eos_ids: tuple[int, ...], stop: Stop | None
+    policy: Policy, params: Params, eos_ids: tuple[int, ...], stop: "Stop | None"
 ) -> Callable[[Running, jax.Array, jax.Array, jax.Array], Running]:
     """Makes the function that samples the next token of active completions.
 
@@ -518,6 +520,8 @@ def token_adder(
       `[N, G]` that is true for active completions) -> completions. The outputs of inactive completions do not change.
     """
     logits_of = make_logits(policy, params)
+    if stop is not None:
+        from grpo_jax.sampling.stopping import STOPPED
 
     def add_token(running: Running, hidden: jax.Array, step: jax.Array, active: jax.Array) -> Running:
         ids, fields = _draw(running, logits_of(hidden), step, multiplies_by_columns(hidden.dtype))
@@ -553,11 +557,11 @@ def _draw(
         ids, logprobs = draw(logits, scale=scale)
         return ids, {"sampler_logprobs": logprobs}
     logits = logits * scale[..., None]
-    truncated = truncate(logits, running.limits, greedy.shape)
-    ids, processed_logprobs = draw(truncated)
+    limited = limit_logits(logits, running.limits, greedy.shape)
+    ids, processed_logprobs = draw(limited)
     fields = {"processed_logprobs": processed_logprobs}
     if running.out.support_ids is not None:
-        support_ids, logprobs = keep_support(truncated, ids, running.out.support_ids.shape[-1])
+        support_ids, logprobs = keep_support(limited, ids, running.out.support_ids.shape[-1])
         return ids, fields | {"sampler_logprobs": logprobs, "support_ids": support_ids}
     logprobs = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
     return ids, fields | {"sampler_logprobs": logprobs}

@@ -22,7 +22,7 @@ from grpo_jax.data.coroutines import awaited
 from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript
 from grpo_jax.data.types import Completion, Example, Number, Reward, Turn
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.worker import load
+from grpo_jax.rewards.worker import load_function
 from grpo_jax.tasks.tools import reply_with
 
 Factory = Callable[[], Any]  # makes a fresh environment; may be a class
@@ -218,7 +218,7 @@ def load_factory(text: str) -> Factory:
     Raises:
       UsageError: The class cannot be loaded.
     """
-    return load("environment factory", text)
+    return load_function("environment factory", text)
 
 
 def prompt_of_factory(*, factory: str) -> Callable[[Example, int], Any]:

@@ -3,7 +3,7 @@
 The window is part of the checkpoint. Prompts are a function of the seed, the step and the window.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,12 +22,9 @@ class Window(NamedTuple):
     failed: Any  # float32 [N, W], number of these completions − solved
 
 
-class Drawn(NamedTuple):
-    """The prompts of a step."""
-
-    numbers: np.ndarray  # int [N], which a window holds
-    prompts: Prompts
-    metrics: dict[str, float]  # about the distribution that they are drawn from
+# (window, step, bound of the solve rate) -> the prompts of a step; their numbers in a window, int [N]; and metrics of
+# the distribution that they are drawn from
+Curriculum = Callable[[Window, int, float], tuple[Prompts, np.ndarray, dict[str, float]]]
 
 
 def empty_window(num_prompts: int, steps: int) -> Window:

@@ -17,12 +17,12 @@ from grpo_jax.data.episodes import (
 )
 from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
-from grpo_jax.models.chat import Chat, reply_encoder, reply_reader
+from grpo_jax.models.chat import Chat
 from grpo_jax.rewards.processes import Processes, ProcessOptions
 from grpo_jax.rewards.reward import place_and_reason
 from grpo_jax.rewards.worker import BadReward, digest_of_source
 from grpo_jax.tasks.adapters import load_factory, trl_tools, with_prompt
-from grpo_jax.tasks.tools import check_calls, count_calls, load_tools, schemas_of
+from grpo_jax.tasks.tools import in_chat_template, load_tools, schemas_of
 
 
 def describe_tools(*, tools: str, factory: str, in_chat: bool) -> tuple[list[dict[str, Any]] | None, str]:
@@ -101,15 +101,9 @@ def open_environment(
         spec, arguments = "grpo_jax.tasks.tools:reply_with_loaded", {"tools": tools}
     elif factory:
         spec, arguments = "grpo_jax.tasks.adapters:environment_of_factory", {"factory": factory}
-    roles: tuple[str, ...] = ("tool", "user") if named else ("user",) if in_chat else ()
-    if named:
-        check_calls(chat._replace(tools=None))
-    encode = reply_encoder(chat, roles=roles)
+    encode, more = in_chat_template(chat, in_chat, has_tools=bool(named))
     with environment_in_processes(spec, encode, arguments=arguments, **limits) as opened:
-        opened = opened._replace(read=reply_reader(chat, roles=roles))
-        if named:
-            opened = opened._replace(measure=count_calls, source=source)
-        yield opened
+        yield opened._replace(source=source if named else opened.source, **more)
 
 
 @contextmanager

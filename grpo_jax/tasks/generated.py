@@ -11,7 +11,7 @@ from grpo_jax.data.rows import hash_of_prompt
 from grpo_jax.data.types import Example, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.builtin import generator_vote
-from grpo_jax.tasks.curriculum import Drawn, Window, choose_levels, number_of
+from grpo_jax.tasks.curriculum import Window, choose_levels, number_of
 from grpo_jax.tasks.task import Task, text_task
 
 # The first template is a text for a base model to continue; the second is a user's message.
@@ -102,11 +102,11 @@ def generated_task(
         width, widths = task.heldout.tokens.width, task.heldout.tokens.widths
         return pad_prompts(*zip(*prompts, strict=True), width=width, pad_id=task.pad_id, widths=widths)
 
-    def curriculum(window: Window, step: int, bound: float) -> Drawn:
+    def curriculum(window: Window, step: int, bound: float) -> tuple[Prompts, np.ndarray, dict[str, float]]:
         levels = choose_levels(window, tops, bound)
         prompts = prompts_at(step, levels)
         numbers = np.array([number_of(row["kind"], row["level"]) for row in prompts.examples])
-        return Drawn(numbers, prompts, dict(zip(metrics, map(float, levels), strict=True)))
+        return prompts, numbers, dict(zip(metrics, map(float, levels), strict=True))
 
     metrics = [f"curriculum_level_{number}_{name.partition('?')[0]}" for number, name in enumerate(names, 1)]
 

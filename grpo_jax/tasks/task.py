@@ -15,26 +15,18 @@ import numpy as np
 
 from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
 from grpo_jax.data.rows import batches, check_step_size, column, hash_of_prompt, kind_of, read_prompt
-from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, progress
-from grpo_jax.data.types import (
-    Answer,
-    Completion,
-    Example,
-    Prompt,
-    Reward,
-    hash_values,
-    rng,
-)
+from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, show_progress
+from grpo_jax.data.types import Answer, Completion, Example, Prompt, Reward, hash_values, rng
 from grpo_jax.errors import UsageError, abbreviate, reason_of
 from grpo_jax.models.chat import Chat, make_chat, make_decoder, prompt_writer, render, row_kwargs, with_kwargs
-from grpo_jax.models.geometry import PromptWidths, choose_widths
+from grpo_jax.models.rows.geometry import PromptWidths, choose_widths
 from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import RewardLike, Rewards, to_rewards
-from grpo_jax.sampling.stopping import Stop, make_stop, read_token_bytes
 
-if TYPE_CHECKING:  # imported only by tasks with an environment, and by curricula
+if TYPE_CHECKING:  # imported only by tasks with an environment or stop texts, and by curricula
     from grpo_jax.data.episodes import Environment
-    from grpo_jax.tasks.curriculum import Drawn, Window
+    from grpo_jax.sampling.stopping import Stop
+    from grpo_jax.tasks.curriculum import Curriculum, Window
 
 _STEPS = 100  # the longest prompts of this many steps decide the widths for sampling
 _ALL_IN_ADVANCE = 20_000  # with more rows, most prompts are encoded when a step takes them
@@ -54,7 +46,7 @@ class Task(NamedTuple):
     eos_ids: tuple[int, ...]
     pad_id: int
     vocab_size: int
-    stop: Stop | None = None  # ends completions whose text contains a stop text; `config.sampling.stop` names the texts
+    stop: "Stop | None" = None  # ends completions whose text contains a stop text
     open_ended: bool = False  # completions are meant to be cut at max_tokens
     notes: tuple[str, ...] = ()  # facts about the prompts for the user, such as how many were dropped
     answer: Answer | None = None  # the answer that completions vote on (maj@n); None: they do not vote
@@ -62,8 +54,7 @@ class Task(NamedTuple):
     # Extracts the text that rewards and votes read, of completions that are no episodes. None: they read all text
     extract_final: Callable[[Example, Completion], Completion] | None = None
     rows: str = ""  # digest of all training rows; empty if prompts are generated from the seed
-    # (window, step, bound of the solve rate) -> the prompts of a step of a curriculum. None: the task has none
-    curriculum: "Callable[[Window, int, float], Drawn] | None" = None
+    curriculum: "Curriculum | None" = None  # draws prompts by earlier rewards; None: the task cannot
     # Other rows -> the numbers of those whose prompts have room, with the prompts. None: the task is not from rows
     encode: "Callable[[Sequence[Mapping[str, Any]]], dict[int, EncodedPrompt]] | None" = None
 
@@ -72,15 +63,23 @@ class Task(NamedTuple):
         """The reward as one value."""
         return to_rewards(self.reward)
 
-    def read(self, ids: Sequence[int], *, truncated: bool) -> Completion:
-        """Returns a completion, or the action of a turn, from its tokens without EOS. Its text ends before a stop text.
+    @property
+    def ends(self) -> dict[str, Any]:
+        """What ends a completion, as arguments of samplers."""
+        return {"eos_ids": self.eos_ids, "stop": self.stop}
+
+    def read(self, ids: Sequence[int], *, truncated: bool | None = None) -> Completion:
+        """Returns a completion, or the action of a turn, from its tokens. Its text ends before a stop text.
 
         Args:
-          ids: The token ids.
-          truncated: True if no token ended the completion.
+          ids: The token ids, without EOS if `truncated` is known.
+          truncated: True if no token ended the completion. None: the last token tells.
         """
+        has_eos = truncated is None and ids[-1] in self.eos_ids
+        ids = [token for token in ids if token not in self.eos_ids] if has_eos else ids
         whole = self.decode(ids)
         text = self.stop.cut(whole) if self.stop else whole
+        truncated = not has_eos and text == whole if truncated is None else truncated
         return Completion(text, ids, truncated, stopped=text != whole)
 
 
@@ -103,7 +102,7 @@ def padding_id(tokenizer: Any, vocab_size: int) -> int:
     return padding if padding is not None and padding < vocab_size else 0
 
 
-def final_extractor(tokenizer: Any, stop: Stop | None = None) -> Callable[[Example, Completion], Completion] | None:
+def final_extractor(tokenizer: Any, stop: "Stop | None" = None) -> Callable[[Example, Completion], Completion] | None:
     """Returns the function that extracts the final text of a completion: see `Task.extract_final`.
 
     Such a model writes its reasoning and its tool calls into other channels, or between tags. The `response_template`
@@ -188,7 +187,7 @@ def text_task(
         "prompt" (which replaces a column of that name).
       answer: Extracts the answer that completions of a prompt vote on, such as `rewards.builtin.number_vote`. None:
         there is no vote.
-      stop: Texts that end a completion: see the option `stop`. Pass the same texts to `config.recipe`.
+      stop: Texts that end a completion: see the option `stop`.
       chat: True to make each prompt that is text a user's message in the tokenizer's chat template.
       tools: JSON schemas of functions that the chat template describes to the model. None: there are no tools.
       chat_template_kwargs: Variables of the chat template, such as {"enable_thinking": False}, or their JSON.
@@ -217,14 +216,18 @@ def text_task(
         return pad_prompts(*rows.take(numbers), width=width, pad_id=pad_id, widths=widths)
 
     decoding = make_decoder(writer)
-    ends = make_stop(stop, read_token_bytes(tokenizer, decoding, vocab_size, (*eos_ids, pad_id))) if stop else None
+    ends = None
+    if stop:
+        from grpo_jax.sampling.stopping import make_stop, read_token_bytes
 
-    def draw(window: "Window", step: int, bound: float) -> "Drawn":
-        from grpo_jax.tasks.curriculum import Drawn, draw_by_solve_rate
+        ends = make_stop(stop, read_token_bytes(tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
+
+    def draw(window: "Window", step: int, bound: float) -> tuple[Prompts, np.ndarray, dict[str, float]]:
+        from grpo_jax.tasks.curriculum import draw_by_solve_rate
 
         del bound
         numbers, metrics = draw_by_solve_rate(window, size, num_prompts, rng(seed, 1, step))
-        return Drawn(numbers, padded(training, numbers), metrics)
+        return padded(training, numbers), numbers, metrics
 
     return Task(
         prompts=lambda step: padded(training, batch(step)),
@@ -432,7 +435,7 @@ def _check(
     """
     checked = np.empty((3, len(rows)))
     added: dict[Any, int] = {}  # (variables, roles) -> bytes that the template adds to contents
-    for number, row in enumerate(progress(rows, "checking rows")):
+    for number, row in enumerate(show_progress(rows, "checking rows")):
         where = getattr(row, "where", f"{name} {number}")
         prompt = prompt_of(row, where)
         place, kwargs = hash_of_prompt(prompt, where), row_kwargs(chat, row)

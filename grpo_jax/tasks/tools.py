@@ -16,8 +16,18 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript
 from grpo_jax.data.types import Completion, Example
 from grpo_jax.errors import UsageError, abbreviate
-from grpo_jax.models.chat import Chat, Message, end_marks, render, turn_end, without_end, without_reasoning
-from grpo_jax.rewards.worker import import_place, load
+from grpo_jax.models.chat import (
+    Chat,
+    Message,
+    end_marks,
+    render,
+    reply_encoder,
+    reply_reader,
+    turn_end,
+    without_end,
+    without_reasoning,
+)
+from grpo_jax.rewards.worker import import_place, load_function
 
 Tools = Mapping[str, Callable[..., Any]]  # by name
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)  # arguments that calls can name
@@ -30,6 +40,26 @@ class Call(NamedTuple):
     arguments: Mapping[str, Any]
     wrong: str = ""  # the error in the call, if it is malformed; name and arguments are then empty
     are_texts: bool = False  # true if arguments are texts, whose types only the function's type hints tell
+
+
+def in_chat_template(
+    chat: Chat, in_chat: bool, *, has_tools: bool
+) -> tuple[Callable[..., Sequence[int]], dict[str, Any]]:
+    """Returns the function that encodes replies, and further fields of their `Environment`.
+
+    Args:
+      chat: The tokenizer and its chat template.
+      in_chat: True if replies are messages.
+      has_tools: True if replies are results of calls, which may have the role "tool".
+
+    Raises:
+      UsageError: The chat template writes no calls that can be read back.
+    """
+    roles: tuple[str, ...] = ("tool", "user") if has_tools else ("user",) if in_chat else ()
+    if has_tools:
+        check_calls(chat._replace(tools=None))
+    fields = {"read": reply_reader(chat, roles=roles), "measure": count_calls if has_tools else None}
+    return reply_encoder(chat, roles=roles), fields
 
 
 def schemas_of(tools: Tools) -> list[dict[str, Any]]:
@@ -231,7 +261,7 @@ def load_tools(text: str) -> dict[str, Callable[..., Any]]:
     if not place or not all(name.isidentifier() for name in names):
         raise UsageError(f"the tools {text!r} must be path/to/file.py:function,function or package.module:function")
     module = import_place("tool", place, text)  # once, so that tools of one file share its state
-    return {name: load("tool", f"{place}:{name}", module=module) for name in names}
+    return {name: load_function("tool", f"{place}:{name}", module=module) for name in names}
 
 
 def reply_with_loaded(*, tools: str) -> ReplyFn:

@@ -19,9 +19,9 @@ from claims.bench import Bench, Config
 from claims.numbers import Decision, Interval
 from claims.questions import BY_ID, CLAIMS, COIN, HEADLINES, PAGES, QUESTIONS, START
 from claims.testbeds import ADDITIONS, WORDS
+from grpo_jax.commands.flags import read_flags
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.files import write_json
-from grpo_jax.runs.flags import read_flags
 from grpo_jax.runs.progress import in_time
 from grpo_jax.statistics import interval_over_runs
 

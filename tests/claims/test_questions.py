@@ -15,7 +15,8 @@ from grpo_jax.functional import generalized_advantages, rewards_at_end
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.step import Batch, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
 
 V, T, EOS, PAD = 4, 3, 2, 3
 POLICY = decoder_policy(ModelConfig(V, 8, 16, 1, 1, 1, 8, initializer_range=1.0))

@@ -15,11 +15,11 @@ import jax
 import pytest
 from tiny import GOLDEN, read_lines, write_rows
 
+from experiments.new_models import save_new_model
 from experiments.tasks import arithmetic
 from grpo_jax import commands, hosts
 from grpo_jax.commands import evaluate, train
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.policy import decoder_policy
 
 CONFIG = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8, max_position_embeddings=64)
@@ -58,7 +58,7 @@ OF_PAIRS = ("reward-model", "dpo", "kto")
 def write_inputs(folder: Path) -> Path:
     """Writes model/ and teacher/, rows.jsonl with columns for every method, rewards.py, and game.py: environments."""
     for name, config in (("model", CONFIG), ("teacher", replace(CONFIG, initializer_range=0.3))):
-        save_pretrained(folder / name, jax.jit(decoder_policy(config).init)(jax.random.key(3)), config)
+        save_new_model(folder / name, jax.jit(decoder_policy(config).init)(jax.random.key(3)), config)
         arithmetic.TEXT.save_tokenizer(folder / name)
     shutil.copytree(GOLDEN / "granite", folder / "granite")
     arithmetic.TEXT.save_tokenizer(folder / "granite")

@@ -22,12 +22,11 @@ from command_runs import USER_CODE
 from test_faults import FAULTS
 
 from grpo_jax import commands
-from grpo_jax.commands import evaluate, sample, train
+from grpo_jax.commands import evaluate, export, flags, sample, train
 from grpo_jax.options import option_types
-from grpo_jax.runs import export, flags
 
 CPU_SECONDS, SECONDS = 60, 240  # after which a process hangs
-PRELOADED = ["command_helpers", "grpo_jax.trainer", "grpo_jax.offline.phase", "grpo_jax.runs.export"]
+PRELOADED = ["command_helpers", "grpo_jax.training.trainer", "grpo_jax.offline.phase", "grpo_jax.commands.export"]
 PRELOADED += ["grpo_jax.commands.ppo", "grpo_jax.commands.sft", "transformers.models.auto.tokenization_auto"]
 SHORT = "--model model --steps 2 --eval-every 0 --checkpoint-every 1 --learning-rate 1e-3"
 GRADED = f"{SHORT} --task rows.jsonl --reward rewards.py:low --num-prompts 2 --max-tokens 4 --group-size 2"

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from grpo_jax.commands import evaluate, grpo
-from grpo_jax.runs import flags
+from grpo_jax.commands import evaluate, flags, grpo
 
 TYPED = [
     (["--stop", r"\n", r"Q:\t\\nabla"], ("\n", "Q:\t\\nabla")),
@@ -18,7 +17,7 @@ TYPED = [
 @pytest.mark.parametrize(("typed", "texts"), TYPED)
 def test_backslashes_of_stop_texts_are_read(typed, texts, tmp_path):
     assert evaluate.parse(["model", *typed]).stop == texts
-    assert flags.parse(grpo.Config, None, ["--run-dir", str(tmp_path), *typed]).train.sampling.stop == texts
+    assert flags.parse(grpo.Config, None, ["--run-dir", str(tmp_path), *typed]).stop == texts
 
 
 def test_stop_texts_of_files_and_runs_are_literal(tmp_path):
@@ -30,7 +29,7 @@ def test_stop_texts_of_files_and_runs_are_literal(tmp_path):
     options = flags.parse(
         grpo.Config, None, ["--config", str(tmp_path / "config.json"), "--run-dir", str(tmp_path / "x")]
     )
-    assert options.train.sampling.stop == ("\\nabla", "\n")
+    assert options.stop == ("\\nabla", "\n")
 
 
 def test_other_rows_of_the_task_are_all_evaluated(tmp_path):

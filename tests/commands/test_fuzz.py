@@ -26,19 +26,18 @@ from rich.console import Console
 from tiny import GOLDEN, Characters, refused, write_rows
 
 from grpo_jax import hosts
-from grpo_jax.commands import evaluate, model_and_task, sample, train
+from grpo_jax.commands import evaluate, flags, model_and_task, sample, train
+from grpo_jax.commands.export import model_card
 from grpo_jax.data.episodes import Reply, environment
 from grpo_jax.data.preferences import read_preferences
 from grpo_jax.data.rows import read_rows
 from grpo_jax.errors import UsageError
-from grpo_jax.models.families import config_from_huggingface
+from grpo_jax.models.files.families import config_from_huggingface
 from grpo_jax.options import option_types
-from grpo_jax.runs import flags
-from grpo_jax.runs.export import model_card
+from grpo_jax.report import write_report
 from grpo_jax.runs.files import read_object
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import LoraDescription
-from grpo_jax.runs.report import write_report
 from grpo_jax.tasks.task import text_task
 from grpo_jax.tasks.tools import load_tools, schemas_of
 

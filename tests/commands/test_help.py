@@ -6,9 +6,8 @@ from pathlib import Path
 import own_presets
 import pytest
 
-from grpo_jax.commands import evaluate, sample, train
+from grpo_jax.commands import evaluate, flags, sample, train
 from grpo_jax.options import option_types
-from grpo_jax.runs import flags
 
 COMMANDS = {method: train.module_of(method).Config for method in train.METHODS}
 COMMANDS |= {"evaluate": evaluate.Options, "sample": sample.Options}

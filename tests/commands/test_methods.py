@@ -13,8 +13,9 @@ from tiny import GOLDEN, read_lines, refused, slow_unless, write_rows
 
 from experiments.tasks import arithmetic
 from grpo_jax import hosts
-from grpo_jax.commands import kto, sft, train
+from grpo_jax.commands import flags, kto, sft, train
 from grpo_jax.commands.dpo import CONSTANTS
+from grpo_jax.commands.export import Options, export
 from grpo_jax.commands.offline import encoding
 from grpo_jax.config import TeacherConfig
 from grpo_jax.data.preferences import encode_preferences, read_preferences
@@ -22,8 +23,6 @@ from grpo_jax.models.chat import Chat
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.offline.sft import text_nll
 from grpo_jax.rewards.learned import load_reward_model
-from grpo_jax.runs import flags
-from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.folder import run_digest
 
 SFT = ("--steps", 12, "--num-rows", 16, "--learning-rate", 1e-2, "--eval-every", 6, "--checkpoint-every", 4)
@@ -268,7 +267,7 @@ def test_the_score_of_the_start_is_logged_once_before_training(folder, tmp_path,
 
 def test_sft_masks_prompts_and_ends_completions_with_eos(folder):
     config = flags.parse(sft.Config, None, ["--model", "model", "--task", "rows.jsonl", "--max-tokens", "2"])
-    packed, _, _, notes = sft.encode_texts(config, sft.read_completions(config), load_pretrained(folder / "model"))
+    packed, _, _, notes = sft.encode_splits(config, sft.read_training_rows(config), load_pretrained(folder / "model"))
     assert "training: dropped 13 completions that are longer than 2 tokens" in notes[0]  # of two digits and EOS
     for ids, numbers, learned in zip(packed.ids, packed.texts, packed.completion_mask, strict=True):
         for number in range(1, numbers.max() + 1):
@@ -286,7 +285,7 @@ def test_rows_of_text_are_learned_whole_with_eos(folder, tmp_path):
 
     def encoded(*more):
         config = flags.parse(sft.Config, None, [*options, *more])
-        sides = sft.encode_texts(config, sft.read_completions(config), model)[:2]
+        sides = sft.encode_splits(config, sft.read_training_rows(config), model)[:2]
         rows = [row for packed in sides for row in zip(packed.ids, packed.texts, packed.completion_mask, strict=True)]
         return [
             (ids[numbers == number].tolist(), learned[numbers == number].tolist())
@@ -317,7 +316,7 @@ def test_sft_continues_with_the_same_teacher_only(folder, tmp_path, capsys):
 
 def test_held_out_loss_with_a_teacher_scores_checkpoints(folder):
     files = ("--model", folder / "model", "--task", folder / "rows.jsonl", *TEACHER, "--teacher", folder / "teacher")
-    job = sft.prepare(flags.parse(sft.Config, None, [*map(str, files)]))
+    job = sft.make_sft_job(flags.parse(sft.Config, None, [*map(str, files)]))
     numbers = job.log(job.params, job.evaluate(job.params))
     assert next(iter(numbers)) == "loss"
     assert numbers["loss"] == pytest.approx(numbers["distillation"] + 0.1 * numbers["nll"], rel=1e-6)
@@ -368,11 +367,11 @@ def test_pair_completions_include_eos_in_their_length(folder):
 def test_preference_losses_receive_only_constants_that_are_set():
     dpo = train.module_of("dpo")
     for name, loss in dpo.LOSSES.items():
-        assert dpo.loss_of(dpo.Config(preference_loss=name)).keywords == {}
+        assert dpo.choose_loss(dpo.Config(preference_loss=name)).keywords == {}
         parameters = inspect.signature(loss).parameters.values()
         constants = dict.fromkeys({p.name for p in parameters if p.kind == p.KEYWORD_ONLY}, 0.25)
         assert constants.keys() <= set(CONSTANTS)
-        assert dpo.loss_of(dpo.Config(preference_loss=name, **constants)).keywords == constants
+        assert dpo.choose_loss(dpo.Config(preference_loss=name, **constants)).keywords == constants
 
 
 def test_all_good_ratings_warn_and_zero_weight_fails(folder, tmp_path, capsys):

@@ -15,11 +15,11 @@ from command_helpers import exit_status, refusal, run
 from tiny import change_json
 
 from grpo_jax import commands, hosts
-from grpo_jax.commands import evaluate, model_and_task, sample, sft
+from grpo_jax.commands import evaluate, export as exporting, flags, model_and_task, sample, sft
 from grpo_jax.errors import Interruption, UsageError, lacking
-from grpo_jax.models import huggingface, weights
+from grpo_jax.models import huggingface
+from grpo_jax.models.files import weights
 from grpo_jax.models.huggingface import load_pretrained
-from grpo_jax.runs import export as exporting, flags
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +273,7 @@ def test_interrupted_exports_leave_no_complete_looking_folder(place, failing, is
 
 
 def test_killed_evaluations_leave_no_stale_numbers(tmp_path, monkeypatch):
-    arrays = {"scores": np.ones((1, 1)), "greedy": np.ones(1), "graded": np.ones((1, 2), bool)}
+    arrays = {"rewards": np.ones((1, 1)), "greedy": np.ones(1), "graded": np.ones((1, 2), bool)}
     evaluation = SimpleNamespace(texts=[["a", "b"]], lengths=np.ones((1, 2), int), **arrays)
     task = SimpleNamespace(heldout=SimpleNamespace(examples=[{"prompt": "p"}]))
     results = evaluate.Options(), tmp_path, {}, evaluation, task

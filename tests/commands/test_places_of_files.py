@@ -36,19 +36,19 @@ from tiny import (
     write_rows,
 )
 
-from grpo_jax.commands import evaluate, model_and_task, sft, train
+from experiments.new_models import save_new_model
+from grpo_jax.commands import evaluate, flags, model_and_task, sft, train
+from grpo_jax.commands.export import Options, export
 from grpo_jax.config import EngineOptions, recipe
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.types import Completion, Prompt
 from grpo_jax.engines.sampler import sampler_of
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.heads import score_groups
-from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained, save_pretrained
+from grpo_jax.models.decoder.heads import judge_groups
+from grpo_jax.models.files.weights import load_params, unpack_mxfp4
+from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.weights import load_params, unpack_mxfp4
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rewards.learned import load_reward_model, reward_function
-from grpo_jax.runs import flags
-from grpo_jax.runs.export import Options, export
 
 # ---- files
 
@@ -154,7 +154,7 @@ def write_mxfp4(folder: Path) -> tuple[Path, Any, Any]:
     config = replace(load_golden("gpt_oss")[0], hidden_size=32, intermediate_size=32)
     config = replace(config, num_hidden_layers=1, sliding_layers=None)
     config = replace(config, experts=config.experts._replace(moe_intermediate_size=32))
-    model = save_pretrained(folder / "model", random_params(config), config)
+    model = save_new_model(folder / "model", random_params(config), config)
     tensors, rng = load_file(model / "model.safetensors"), np.random.default_rng(0)
     plain = dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -335,7 +335,7 @@ def supervised(tmp_path_factory):
 
     def texts(args: list[Any], side: int, model: Pretrained) -> list[tuple[list[int], list[int]]]:
         options = flags.parse(sft.Config, None, list(map(str, args)))
-        packed = sft.encode_texts(options, sft.read_completions(options), model)[side]
+        packed = sft.encode_splits(options, sft.read_training_rows(options), model)[side]
         rows = zip(packed.ids, packed.texts, packed.completion_mask, strict=True)
         parts = (
             (ids[(numbers == n)], learned[numbers == n])
@@ -514,7 +514,7 @@ def check_judge(seen: Seen, place: str) -> None:
     nothing = np.zeros((1, 1, 1), np.int32)
     for text, score in zip(texts, scores, strict=True):
         prompt = PromptTokens(np.array([[0] * (64 - len(text)) + text]), np.arange(64)[None] >= 64 - len(text))
-        expected = score_groups(judge.config, judge.params, prompt, nothing, nothing > 0)
+        expected = judge_groups(judge.config, judge.params, prompt, nothing, nothing > 0)
         assert score == pytest.approx(float(expected[0, 0]), abs=1e-4)
 
 

@@ -11,14 +11,14 @@ import pytest
 from command_helpers import refusal
 from tiny import STORIES, needs_data, refused, write_rows
 
-from grpo_jax import commands, prepare
-from grpo_jax.commands import evaluate, grpo
+from grpo_jax import commands
+from grpo_jax.commands import evaluate, flags, grpo
 from grpo_jax.data.types import Component
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rewards.reward import to_rewards
-from grpo_jax.runs import flags
+from grpo_jax.training import prepare
 
 TRAIN = "train --run-dir run --no-compilation-cache --model model"
 GRPO = f"{TRAIN} --task rows.jsonl --num-prompts 4 --max-tokens 8"
@@ -96,7 +96,7 @@ REFUSED = [
     ("sft", "--bf16", "bf16 is called dtype here"),
     ("train", "--num-train-epochs=3", "num_train_epochs is called steps here"),
     ("sft", "--batch-size 4", "batch_size is called num_rows here"),
-    ("kto", "--gradient-accumulation-steps 4", "called num_completions here (it multiplies a batch, and microbatches"),
+    ("kto", "--gradient-accumulation-steps 4", "called num_completions here (it multiplies a batch, and pieces only"),
     ("grpo", "--use-vllm", "use_vllm is called engine here (this process samples, unless"),
     ("dpo", "--report_to wandb", "report_to is called wandb here"),
     ("grpo", "--load_in_4bit", "load_in_4bit is called quantize here (set it to nf4 or int8, with lora_rank)"),
@@ -110,7 +110,8 @@ REFUSED = [
     ("reward-model", "--optimizer rewards.py:low --weight-decay 0.1", "weight_decay is 0.1, but your own optimizer"),
     ("grpo", "--optimizer rates.py:ready --decay linear", "decay has no effect on an optax transformation"),
     ("sft", "--optimizer rates.py:ready --learning-rate 1e-3", "learning_rate has no effect on an optax"),
-    ("grpo", "--kl-horizon 5000", "kl_horizon has no effect while kl_target is None"),
+    ("grpo", "--kl-horizon 5000", "no option kl_horizon: kl_coef always moves towards kl_target by at most a fifth"),
+    ("grpo", "--microbatches 2", "microbatches is called piece_tokens here (it is the largest number of tokens"),
     ("grpo", "--reply-budget 5", "reply_budget is for tasks with an environment"),
     ("", "evaluate model --task rows.jsonl --reply-deadline 5", "reply_deadline is for tasks with an environment"),
     ("task", "--reward std=rewards.py:low", "a reward is called std, as is a deviation in metrics.jsonl"),

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 from tiny import TEMPLATE, read_lines, refused, write_rows
 
 from grpo_jax.commands import evaluate
+from grpo_jax.commands.export import Options, export
 from grpo_jax.models.huggingface import load_pretrained
-from grpo_jax.models.rounding import changed_share
-from grpo_jax.runs.export import Options, export
+from grpo_jax.models.params.rounding import changed_share
 from grpo_jax.runs.pretrained import restore
 
 pytestmark = pytest.mark.slow

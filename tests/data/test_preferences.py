@@ -3,7 +3,7 @@
 import pytest
 from tiny import refused, write_rows
 
-from grpo_jax.commands.sft import Config, read_completions
+from grpo_jax.commands.sft import Config, read_training_rows
 from grpo_jax.data.preferences import Preference, preference_of, read_preferences, read_ratings
 
 USER = {"role": "user", "content": "Hi"}
@@ -22,7 +22,7 @@ MARGINS = [1e308, -1e39, 10**400, float("nan"), True, "1"]
 
 
 def read_texts(file):
-    return read_completions(Config(task=str(file)))
+    return read_training_rows(Config(task=str(file)))
 
 
 BAD_ROWS = [

@@ -23,9 +23,9 @@ from grpo_jax.data.text import encode_answers
 from grpo_jax.data.types import Completion
 from grpo_jax.models.chat import Chat, render, reply_encoder, reply_reader, turn_end
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.heads import add_head, score_groups
+from grpo_jax.models.decoder.heads import add_head, judge_groups
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.tasks.task import text_task
 
@@ -77,7 +77,7 @@ def encoded(chat, form, file, in_chat):
     if form in ("language modelling", "prompt-completion"):
         config = sft.Config(task=str(file), num_heldout=1)
         model = Pretrained(ModelConfig(size, 8, 16, 1, 2, 1, 4), {}, chat.tokenizer, chat.eos_ids, file.parent)
-        sides = sft.encode_texts(config, sft.read_completions(config), model)[:2]
+        sides = sft.encode_splits(config, sft.read_training_rows(config), model)[:2]
         return [text for side in sides for text in texts_of(side)]
     read, encode = read_preferences, encode_preferences
     if form == "unpaired preference":
@@ -207,13 +207,13 @@ def test_texts_are_the_tokens_of_trl(tmp_path, folder):
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-@pytest.mark.parametrize("scored", [False, True])
-def test_rows_with_a_token_across_the_end_of_the_prompt_are_counted(folder, scored):
+@pytest.mark.parametrize("judged", [False, True])
+def test_rows_with_a_token_across_the_end_of_the_prompt_are_counted(folder, judged):
     tokenizer = tokenizer_of(folder, "texts")
     tokenizer.chat_template = None
-    chat, end = Chat(tokenizer, (tokenizer.eos_token_id,)), [] if scored else [tokenizer.eos_token_id]
+    chat, end = Chat(tokenizer, (tokenizer.eos_token_id,)), [] if judged else [tokenizer.eos_token_id]
     prompts, answers = [prompt for prompt, *_ in JOINED], [row[1:] for row in JOINED]
-    rows, _, notes = encode_answers(chat, prompts, answers, scored=scored)
+    rows, _, notes = encode_answers(chat, prompts, answers, judged=judged)
     expected = [tokens_of_trl(tokenizer, *pair, end) for pair in zip(prompts, answers, strict=True)]
     assert [[row.prompt + ids for ids in row.answers] for row in rows] == [[ids for ids, _ in x] for x, _ in expected]
     assert [len(row.prompt) for row in rows] == [mask.count(False) for (_, mask), *_ in (x for x, _ in expected)]
@@ -236,7 +236,7 @@ def test_reward_models_read_the_tokens_of_trl_or_of_the_policy(tmp_path, folder)
 
     def scores(texts):
         prompts = (PromptTokens(np.array([ids]), np.ones((1, len(ids)), bool)) for ids in texts)
-        return [float(score_groups(config, params, ids, nothing, nothing > 0)[0, 0]) for ids in prompts]
+        return [float(judge_groups(config, params, ids, nothing, nothing > 0)[0, 0]) for ids in prompts]
 
     both = [(row["prompt"], good) for row, (_, good, _) in zip(rows, JOINED, strict=True)]
     joined = [tokenizer(prompt + good)["input_ids"] for prompt, good in both]

@@ -13,29 +13,30 @@ from pathlib import Path
 import jax
 import numpy as np
 from server import Server, is_proof
-from tiny import digit_prompts, digit_task, says_three
+from tiny import GOLDEN, digit_prompts, digit_task, says_three
 
 from grpo_jax.config import EngineOptions, recipe, with_options
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import ONE_DEVICE
 from grpo_jax.engines.sampler import make_score, sampler_of, seed_of
-from grpo_jax.models import huggingface, peft
+from grpo_jax.models import huggingface
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.files import peft
+from grpo_jax.models.files.weights import load_params
+from grpo_jax.models.params.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.weights import load_params
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.source import completion_numbers
 from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 V, EOS, MAX_TOKENS = 8, 6, 4
 SHAPE = ModelConfig(V, 8, 16, 1, 2, 1, 4, initializer_range=0.5)
 POLICY = decoder_policy(SHAPE)
 TASK = digit_task(says_three, partial(digit_prompts, count=4))
-PRETRAINED = huggingface.Pretrained(SHAPE, {}, None, (EOS,), None)
+PRETRAINED = huggingface.Pretrained(SHAPE, {}, None, (EOS,), GOLDEN / "llama")
 CONFIG = recipe(
     steps=6,
     num_prompts=4,
@@ -48,7 +49,12 @@ CONFIG = recipe(
 NUMBERS = completion_numbers(CONFIG.sampling).ravel()
 COUNT = NUMBERS.size  # completions of a rollout
 # The step and the number of the completion that a seed is made of.
-PLACES = {seed_of(noise_of(CONFIG.seed, SAMPLING, step), n): (step, int(n)) for step in range(40) for n in NUMBERS}
+PLACES = {
+    seed_of(noise_of(CONFIG.seed, SAMPLING, step), n, turn): (step, int(n))
+    for step in range(40)
+    for n in NUMBERS
+    for turn in (1, 2, 3)
+}
 
 
 @cache
@@ -58,8 +64,8 @@ def params_of(rank: int = 0):
 
 
 @cache
-def programs_of(staleness: int, **options):
-    return make_programs(POLICY, TASK, with_options(CONFIG, staleness=staleness, **options))
+def programs_of(staleness: int):
+    return make_programs(POLICY, TASK, with_options(CONFIG, staleness=staleness))
 
 
 class HashingServer(Server):
@@ -97,9 +103,9 @@ class HashingServer(Server):
         return score_program()(self.read(folder), ids, temperature)()
 
     def hash(self, folder, body):
-        dice = np.random.default_rng([int(self.digest(folder)[:8], 16), body["seed"]])
-        ids = dice.integers(0, EOS, dice.integers(1, MAX_TOKENS + 1)).tolist()
-        ids = ids if len(ids) == MAX_TOKENS else [*ids, EOS]
+        dice, most = np.random.default_rng([int(self.digest(folder)[:8], 16), body["seed"]]), body["max_tokens"]
+        ids = dice.integers(0, EOS, dice.integers(1, min(most, MAX_TOKENS) + 1)).tolist()
+        ids = ids if len(ids) == most else [*ids, EOS]
         return ids, (-dice.random(len(ids))).tolist()
 
     def reply(self, path, body):
@@ -129,13 +135,22 @@ def score_program():
     return make_score(POLICY, ONE_DEVICE)
 
 
-def sampler_at(servers, staleness, **options):
+def sampler_at(servers, config, task=TASK, **options):
     options = EngineOptions(tuple(server if isinstance(server, str) else server.url for server in servers), **options)
-    return sampler_of(options, PRETRAINED, TASK, with_options(CONFIG, staleness=staleness), note=print)
+    return sampler_of(options, PRETRAINED, task, config, note=print)
 
 
 def run_of(
-    folder, servers, staleness, *, rank=0, change=lambda programs: programs, reward=None, engine=None, **options
+    folder,
+    servers,
+    staleness,
+    *,
+    rank=0,
+    change=lambda programs: programs,
+    reward=None,
+    engine=None,
+    task=TASK,
+    **options,
 ):
     """Returns the end of a run, and its folder.
 
@@ -147,13 +162,17 @@ def run_of(
       change: Changes the programs.
       reward: Replaces the reward.
       engine: Options of the engine.
+      task: The task.
       **options: Options of the run.
     """
-    programs = programs_of(staleness, **options)
-    run = RunFolder(folder, dataclasses.asdict(programs.config))
-    programs = change(programs._replace(sampler=sampler_at(servers, staleness, **(engine or {}))))
+    programs = make_programs(POLICY, task, with_options(CONFIG, staleness=staleness, **options))
+    config = programs.config
+    if task is TASK and not options:
+        programs = programs_of(staleness)
+    run = RunFolder(folder, dataclasses.asdict(config))
+    programs = change(programs._replace(sampler=sampler_at(servers, config, task, **(engine or {}))))
     params = {"policy": params_of(rank)}
-    return train(params, TASK, programs.config, run, programs, phase="grpo", reward=reward), run
+    return train(params, task, config, run, programs, phase="grpo", reward=reward), run
 
 
 def blocking(programs):

@@ -11,9 +11,20 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from beside_runs import CONFIG, COUNT, HashingServer, assert_same_runs, blocking, journal_of, run_in_process, run_of
+from beside_runs import (
+    CONFIG,
+    COUNT,
+    TASK,
+    HashingServer,
+    assert_same_runs,
+    blocking,
+    journal_of,
+    run_in_process,
+    run_of,
+)
 from tiny import says_three
 
+from grpo_jax.data.episodes import Reply, environment
 from grpo_jax.errors import Interruption
 from grpo_jax.runs.checkpoint import saved_steps
 from grpo_jax.runs.folder import WAIT_SHARES
@@ -99,6 +110,34 @@ def test_bits_do_not_depend_on_how_long_anything_takes(servers, tmp_path, rank, 
             server.delay = delay
         slow = {"change": partial(slowed_learning, delay), "reward": slowed_reward(delay)}
         assert_same_runs(run_of(tmp_path / f"run{number}", servers, 2, rank=rank, **slow), whole)
+
+
+def test_dynamic_sampling_redraws_with_the_current_policy(servers, tmp_path):
+    def reward(examples, completions):
+        return [float(text.startswith("3")) for text in completions]
+
+    options = {"max_rollouts": 3, "steps": 4, "reward": reward}
+    turns = run_of(tmp_path / "turns", servers, 1, change=blocking, **options)
+    assert_same_runs(run_of(tmp_path / "beside", servers, 1, **options), turns)
+    assert max(line["rollouts"] for line in turns[1].lines()) > 1
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_episodes_call_their_environment_in_one_thread(servers, tmp_path, rank):
+    threads = set()
+
+    def reply(example, transcript, key):
+        threads.add(threading.get_ident())
+        time.sleep(0.001)
+        return Reply(ids=[0, 5, 6][: key[3] % 4], reward=float(len(transcript[-1].action)), done=key[3] == 5)
+
+    task = TASK._replace(environment=environment(reply, None))
+    options = {"task": task, "max_tokens": 8, "max_turns": 3, "environment_tokens": 5, "steps": 4, "rank": rank}
+    turns = run_of(tmp_path / "turns", servers, 1, change=blocking, **options)
+    threads.clear()
+    assert_same_runs(run_of(tmp_path / "beside", servers, 1, **options), turns)
+    assert len(threads) == 1
+    assert max(line["turns_mean"] for line in turns[1].lines()) > 1
 
 
 # ---- whose parameters a server holds

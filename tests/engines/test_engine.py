@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from functools import cache
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -14,10 +14,10 @@ from tiny import digit_stop, digits, refused
 
 from grpo_jax.config import EngineOptions
 from grpo_jax.engines import http
-from grpo_jax.engines.completions import request_body
-from grpo_jax.engines.servers import Engine, Model, Request
+from grpo_jax.engines.completions import read_completion, request_body
+from grpo_jax.engines.servers import Engine, Request
 from grpo_jax.errors import Interruption, UsageError
-from grpo_jax.models.params import Adapted
+from grpo_jax.models.params.tree import Adapted
 
 EOS = 6
 VOCAB_SIZE = 8
@@ -54,13 +54,14 @@ def score(params, ids, temperature):
     return lambda: np.array(constant_score("", ids, temperature))
 
 
-MODEL = Model(save, score, "float32", VOCAB_SIZE)
+MODEL = {"save": save, "score": score, "read": partial(read_completion, vocab_size=VOCAB_SIZE), "dtype": "float32"}
 
 
 def engine_of(servers, folder, stop=None, **options):
     urls = tuple(server.url for server in (servers if isinstance(servers, list) else [servers]))
     options = EngineOptions(urls, engine_folder=str(folder), **{"engine_timeout": 20.0} | options)
-    return Engine(options, Model(save, score, "float32", VOCAB_SIZE, stop), note=print)
+    read = partial(read_completion, vocab_size=VOCAB_SIZE, stop=stop)
+    return Engine(options, **MODEL | {"read": read}, note=print)
 
 
 ONES = np.ones(2)
@@ -134,7 +135,7 @@ def test_no_message_shows_the_key(monkeypatch, key, words):
         with pytest.raises(http.Refused, match=words) as error:
             http.ask(server.url, timeout=9)
         with pytest.raises(UsageError, match=words) as refusal:
-            Engine(EngineOptions((server.url,)), MODEL)
+            Engine(EngineOptions((server.url,)), **MODEL)
         server.shutdown()
     assert "hush" not in f"{error.value} {error.value!r} {refusal.value}"
     assert error.value.__suppress_context__ or error.value.__context__ is None
@@ -273,9 +274,11 @@ def test_completions_of_a_restarted_server_are_drawn_again(server, tmp_path, mon
 
 
 def test_parameters_are_sent_once_and_leave_one_folder(server, tmp_path):
-    engine, first, second = engine_of(server, tmp_path), np.ones(2), np.zeros(2)
-    for params in (first, first, second):
-        complete(engine, params, ASKED[:1])
+    engine, first = engine_of(server, tmp_path), np.ones(2)
+    complete(engine, first, ASKED[:1])
+    complete(engine, first, ASKED[:1])
+    del first  # folders stay as long as their parameters
+    complete(engine, np.zeros(2), ASKED[:1])
     folders = server.loads()
     assert len(folders) == 2
     assert [str(folder) for folder in tmp_path.iterdir()] == [folders[1]]
@@ -348,9 +351,8 @@ def scoring():
 
 
 def engine_with_proof(server, folder, **options):
-    model = Model(save, score_params, "float32", VOCAB_SIZE)
     options = EngineOptions((server.url,), engine_timeout=20.0, engine_folder=str(folder), **options)
-    return Engine(options, model, temperature=0.5, note=print)
+    return Engine(options, **MODEL | {"score": score_params}, temperature=0.5, note=print)
 
 
 def test_a_server_that_holds_the_policy_samples(scoring, tmp_path):
@@ -466,12 +468,12 @@ def test_addresses_without_an_engine_are_refused(server, tmp_path):
     with refused("no engine that serves /v1/models answers at"):
         engine_of(server, tmp_path)
     with refused("no engine that serves /v1/models answers at nonsense"):
-        Engine(EngineOptions(("nonsense",)), MODEL)
+        Engine(EngineOptions(("nonsense",)), **MODEL)
     for address in ("nowhere/v1", "file:///etc/hostname", "http://", "http://a b/"):
         with pytest.raises(http.Refused, match="its address is not like http://host:8000"):
             http.ask(address, timeout=1.0)
     with refused("holds a user or a password") as refusal:
-        Engine(EngineOptions((server.url.replace("//", "//me:hush@"),)), MODEL)
+        Engine(EngineOptions((server.url.replace("//", "//me:hush@"),)), **MODEL)
     assert "hush" not in str(refusal.value)
 
 

@@ -10,27 +10,38 @@ import jax
 import numpy as np
 import pytest
 from server import Server
-from tiny import STORIES, digit_prompts, digit_stop, digit_task, needs_data, read_lines, refused, says_three, write_rows
+from tiny import (
+    GOLDEN,
+    STORIES,
+    digit_prompts,
+    digit_stop,
+    digit_task,
+    needs_data,
+    read_lines,
+    refused,
+    says_three,
+    write_rows,
+)
 
-from grpo_jax.commands import evaluate, grpo, ppo
+from grpo_jax.commands import evaluate, flags, grpo, ppo
 from grpo_jax.config import EngineOptions, recipe, with_options
 from grpo_jax.data.episodes import Reply, environment
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.devices import ONE_DEVICE
 from grpo_jax.engines.sampler import make_score, sampler_of, seed_of
 from grpo_jax.errors import Interruption
-from grpo_jax.models import huggingface, peft, weights
+from grpo_jax.models import huggingface
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.files import peft, weights
+from grpo_jax.models.files.weights import load_params
+from grpo_jax.models.params.lora import add_adapters
+from grpo_jax.models.params.quantised import quantise_params
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.weights import load_params
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import EVALUATION, SAMPLING, noise_of
-from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 V, EOS, PAD, P = 8, 6, 7, 3
 SHAPE = ModelConfig(V, 8, 16, 1, 2, 1, 4, initializer_range=0.5)
@@ -80,7 +91,7 @@ def samples(sampler, load, load_adapter, draw, width):
 
 
 TASK = digit_task(says_three, partial(digit_prompts, count=4))
-PRETRAINED = huggingface.Pretrained(SHAPE, {}, None, (EOS,), None)
+PRETRAINED = huggingface.Pretrained(SHAPE, {}, None, (EOS,), GOLDEN / "llama")
 OWN = make_sampler(POLICY, TASK, CONFIG.sampling)
 
 
@@ -237,7 +248,7 @@ def echo(example, transcript, key):
 def test_episodes_of_servers_equal_local_episodes(params, stops):
     """The server gives what our sampler drew, if the request's prompt is the ids of all turns and replies before."""
     played = TASK._replace(environment=environment(echo, None), stop=digit_stop(*stops))
-    config = with_options(CONFIG, max_tokens=8, max_turns=3, environment_tokens=5, stop=stops)
+    config = with_options(CONFIG, max_tokens=8, max_turns=3, environment_tokens=5)
     noise, numbers = noise_of(0, SAMPLING, 0), completion_numbers(config.sampling)
     inputs = played.prompts(0), numbers, group_temperatures(config.sampling), noise
     own = make_sampler(POLICY, played, config.sampling).complete(params, *inputs)

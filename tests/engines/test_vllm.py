@@ -20,10 +20,9 @@ import pytest
 from server import Dropping
 from tiny import TEMPLATE, read_lines, refused, tiny_config, write_rows, write_tokenizer
 
-from grpo_jax.commands import grpo
-from grpo_jax.models.huggingface import save_pretrained
+from experiments.new_models import save_new_model
+from grpo_jax.commands import flags, grpo
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.runs import flags
 
 ROOT = Path(__file__).parents[2]
 VLLM = Path(os.environ.get("VLLM", ROOT / ".venv-vllm/bin/vllm"))
@@ -67,7 +66,7 @@ def folder(tmp_path_factory):
     for seed, (name, is_tied) in enumerate({"tied": True, "untied": False, "other": True}.items()):
         shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
         config = tiny_config(VOCAB_SIZE, tie_word_embeddings=is_tied, **shape)
-        save_pretrained(folder / name, jax.jit(decoder_policy(config).init)(jax.random.key(seed)), config)
+        save_new_model(folder / name, jax.jit(decoder_policy(config).init)(jax.random.key(seed)), config)
         write_tokenizer(folder / name, VOCAB_SIZE)
         defaults = {"temperature": 0.3, "top_k": 5, "repetition_penalty": 2.0, "eos_token_id": 2}  # 2 ends no row here
         (folder / name / "generation_config.json").write_text(json.dumps(defaults))

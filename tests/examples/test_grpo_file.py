@@ -16,8 +16,8 @@ import optax
 import pytest
 from tiny import recorder, whole_prompts
 
-from grpo_jax.config import recipe
-from grpo_jax.models.params import split
+from grpo_jax.config import WHOLE, recipe
+from grpo_jax.models.params.tree import split
 from grpo_jax.models.policy import Policy
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.types import RewardArrays
@@ -93,7 +93,7 @@ def gradients_of_example(params, batch, updates):
 
 def gradients_of_trainer(params, batch, rewards, updates):
     constants = {name: getattr(example, name) for name in ("group_size", "kl_coef", "epsilon_low", "epsilon_high")}
-    config = recipe("grpo", num_prompts=N, max_tokens=T, epochs=updates, microbatches=1, **constants)
+    config = recipe("grpo", num_prompts=N, max_tokens=T, epochs=updates, piece_tokens=WHOLE, **constants)
     method = grpo_method(POLICY, config)._replace(optimizer=recorder(updates, RATE))
     trained, frozen = split({"policy": params})
     as_tokens = {name: batch[name] for name in ("completion_ids", "completion_mask", "old_logprobs", "ref_logprobs")}

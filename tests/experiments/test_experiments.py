@@ -11,9 +11,9 @@ from tiny import refused, write_rows
 
 from experiments import arithmetic, plots
 from experiments.common import over_seeds
-from grpo_jax.runs import flags
+from grpo_jax.commands import flags
+from grpo_jax.report import explain_control
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.report import explain_control
 from grpo_jax.statistics import interval_over_runs
 
 

@@ -15,20 +15,20 @@ from tiny import change_json, random_like, read_lines, refused, save_tiny_model
 from experiments import stories
 from experiments.common import keep_model
 from experiments.tasks import arithmetic
+from grpo_jax.commands import flags
+from grpo_jax.commands.export import Options, export
 from grpo_jax.config import ModelOptions
+from grpo_jax.models.files.peft import load_adapter
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer, save_pretrained
-from grpo_jax.models.lora import merge
-from grpo_jax.models.params import Adapted, split
-from grpo_jax.models.peft import load_adapter
+from grpo_jax.models.params.lora import merge
+from grpo_jax.models.params.tree import Adapted, split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import flattened
-from grpo_jax.prepare import load_model
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256, write_seal
-from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.pretrained import keep_description, load_run
 from grpo_jax.step import init_state
+from grpo_jax.training.prepare import load_model
 
 LORA = "--lora-rank 2 --lora-alpha 6 --lora-targets q_proj o_proj down_proj"
 LORA += " --param-dtype bfloat16 --remat layer --attention xla"

@@ -11,10 +11,11 @@ import pytest
 from tiny import STORIES, needs_data, refused
 
 from experiments import plan
+from experiments.new_models import config_to_huggingface
 from experiments.plan import Config
+from grpo_jax.config import WHOLE
 from grpo_jax.functional.products import Traits
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.families import config_to_huggingface
 from grpo_jax.planning.memory import Plan, Shape, estimate
 
 
@@ -22,7 +23,7 @@ def test_tables_name_parts_exchanges_seconds_and_parameters(capsys):
     plan.main(Config(devices=8, tensor=2))
     out = capsys.readouterr().out
     assert "Qwen2.5-7B: 7.62 billion parameters on data 1 x fsdp 4 x tensor 2 h100" in out
-    assert "plan: 2 microbatches" in out
+    assert "plan: 2 pieces" in out
     for row in ("optimizer", "gradients of layers", "heads and features", "iteration", "layers/mlp/up_proj"):
         assert row in out
     assert "- fsdp tensor" in out  # how up_proj is cut
@@ -36,7 +37,7 @@ def test_a_plan_that_does_not_fit_is_refused():
 
 def test_seconds_by_hand():
     """One layer of one head: 4·2² + 3·2·4 = 40 weights, and an unembedding of 8·2."""
-    model, shape = ModelConfig(8, 2, 4, 1, 1, 1, 2), Shape(1, 1, 1, 2, microbatches=1)
+    model, shape = ModelConfig(8, 2, 4, 1, 1, 1, 2), Shape(1, 1, 1, 2)
     of = Plan(model, shape, estimate(model, shape), 0)
     # Products of 3 tokens with 40 weights and of 2 with 16, 2 operations each; 6 pairs of 8 operations: 1 of the prompt
     # with itself, 2 and 3 of the completion.
@@ -100,7 +101,8 @@ def test_the_compiler_for_gpus_takes_what_is_planned(tmp_path):
     """Compiles for an H100 that is not there. A small model adds at least 32 MB for each library call in flight."""
     model = ModelConfig(32_000, 512, 2048, 4, 8, 4, 64, qk_norm=True)
     (tmp_path / "config.json").write_text(json.dumps(config_to_huggingface(model)))
-    rows = compiled("learn score sample", f"--model {tmp_path} --topology h100:1 --microbatches 1 --max-tokens 128")
+    sizes = f"--piece-tokens {WHOLE} --max-tokens 128"
+    rows = compiled("learn score sample", f"--model {tmp_path} --topology h100:1 {sizes}")
     assert float(rows["learn", "given"][4]) == pytest.approx(1, abs=0.01)
     assert 0.8 < float(rows["learn", "added"][4]) < 1.03
     assert 0.8 < float(rows["sample", "added"][4]) < 1.03
@@ -127,7 +129,6 @@ BAD_PLANS = [
     ({"tensor": 0}, "tensor is 0"),
     ({"prompts_per_device": 10**9}, "prompts, group_size or tokens"),
     ({"link_gb_s": float("nan")}, "link_gb_s is nan"),
-    ({"microbatches": 3}, "divide the 8 prompts"),
     ({"tensor": 8}, "4 key-value heads"),
 ]
 

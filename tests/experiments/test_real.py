@@ -7,11 +7,10 @@ from tiny import read_lines, refused, save_tiny_model
 
 from experiments import real
 from experiments.tasks.characters import Characters
-from grpo_jax.commands import evaluate
+from grpo_jax.commands import evaluate, export, flags
 from grpo_jax.commands.train import method_of, module_of
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.options import options_of
-from grpo_jax.runs import export, flags
 from grpo_jax.tasks.options import open_task
 
 

@@ -11,7 +11,7 @@ from experiments.tasks.rounds import OnlineConfig, ask_judge, bradley_terry_judg
 from grpo_jax.config import recipe
 from grpo_jax.data.preferences import Preference, read_preferences
 from grpo_jax.data.types import Component
-from grpo_jax.models.heads import add_head
+from grpo_jax.models.decoder.heads import add_head
 from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.learned import RewardModel

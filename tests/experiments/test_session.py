@@ -8,7 +8,7 @@ import pytest
 from experiments import real
 from experiments.benchmarks import session, settings
 from experiments.benchmarks.session import Config, Step
-from grpo_jax.runs.flags import read_flags
+from grpo_jax.commands.flags import read_flags
 
 GOOD = """
 import sys; from pathlib import Path; from experiments import timing

@@ -7,7 +7,7 @@ import pytest
 from experiments.paper.collectives import Collective, collectives, sizes
 from experiments.paper.lowered import lowered
 from experiments.planning.traffic import Exchange, learn_traffic, moved, score_traffic
-from grpo_jax.config import recipe
+from grpo_jax.config import WHOLE, recipe
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.planning.memory import Shape, num_params
 
@@ -81,10 +81,10 @@ def test_bytes_sent_in_a_ring_by_hand():
 def shape_and_run(devices: int, tensor: int = 1):
     """Two prompts a device, in one piece; whole parameters on one device."""
     parts = devices // tensor
-    run = recipe(num_prompts=2 * parts, group_size=G, max_tokens=T, microbatches=1, devices=devices)
+    run = recipe(num_prompts=2 * parts, group_size=G, max_tokens=T, piece_tokens=WHOLE, devices=devices)
     if devices > 1:
         run = replace(run, mesh=replace(run.mesh, parallel="mesh", fsdp=parts, tensor=tensor))
-    return Shape(2, G, P, T, microbatches=1, fsdp=parts, tensor=tensor), run
+    return Shape(2, G, P, T, piece_tokens=WHOLE, fsdp=parts, tensor=tensor), run
 
 
 def by_purpose(sent: dict[str, int]) -> tuple[int, int, int]:
@@ -122,7 +122,7 @@ def test_copies_add_up_their_gradients():
     """XLA on CPU sums over both axes of a mesh at once, where the plan scatters over fsdp and then sums over data."""
 
     def exchanged(**options):
-        run = recipe(num_prompts=16, group_size=G, max_tokens=T, microbatches=1, devices=8, **options)
+        run = recipe(num_prompts=16, group_size=G, max_tokens=T, piece_tokens=WHOLE, devices=8, **options)
         return sent_by(lowered(MODEL, run, P, programs=("learn",))["learn"])
 
     whole, cut = shape_and_run(1)[0], shape_and_run(4)[0]

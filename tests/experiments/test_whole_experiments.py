@@ -10,11 +10,11 @@ from tiny import STORIES, needs_data, read_lines, save_tiny_model, write_rows
 
 from experiments import constitutional
 from experiments.tasks.characters import Characters
+from grpo_jax.commands import flags
+from grpo_jax.commands.export import Options, export
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.options import option_types
-from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.export import Options, export
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 TEXT = Characters(string.ascii_letters + string.digits + " \n:?.,'")

@@ -16,7 +16,7 @@ from grpo_jax.rl.evaluate import evaluate, sample_heldout
 from grpo_jax.rl.ppo import add_critic, critic_policy
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 MODEL = tiny_config(8)
 POLICY = decoder_policy(MODEL)
@@ -60,7 +60,7 @@ def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, policy, param
     def judge(actor, step):
         shape = recipe(num_prompts=8, group_size=4, seed=config.seed)
         calls = sample_heldout(programs.sampler, actor, TASK, shape)
-        judged.append(evaluate(calls, TASK).scores.mean())
+        judged.append(evaluate(calls, TASK).rewards.mean())
         return {}
 
     run = RunFolder(tmp_path, dataclasses.asdict(config))

@@ -22,14 +22,7 @@ from grpo_jax.commands import sft
 from grpo_jax.data.packing import pack
 from grpo_jax.data.preferences import Preference, encode_preferences
 from grpo_jax.data.rows import read_messages
-from grpo_jax.data.text import (
-    Answers,
-    answer_conversation,
-    answer_prompts,
-    encode_answers,
-    encode_prompts,
-    fit_answers,
-)
+from grpo_jax.data.text import Answers, answer_conversation, answer_prompts, encode_answers, encode_prompts, fit_answers
 from grpo_jax.models.chat import (
     Chat,
     decode,
@@ -371,7 +364,7 @@ def test_rows_without_a_message_to_learn_are_dropped_and_counted(tokenizer, tmp_
     model = Pretrained(
         ModelConfig(len(tokenizer), 8, 16, 1, 2, 1, 4), {}, tokenizer, (tokenizer.eos_token_id,), tmp_path
     )
-    *sides, _, notes = sft.encode_texts(config, sft.read_completions(config), model)
+    *sides, _, notes = sft.encode_splits(config, sft.read_training_rows(config), model)
     dropped = [int(note.split()[2]) for note in notes if "without a message of the assistant to learn" in note]
     assert sum(dropped) == 4
     texts = "".join(tokenizer.decode(side.ids[side.completion_mask].tolist()) for side in sides)
@@ -475,14 +468,14 @@ def test_answers_with_the_opening_of_their_turn_are_refused(tokenizer):
 
 def test_messages_after_the_only_answer_are_left_out(tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", [{"messages": [USER, {"role": "assistant", "content": "2"}, USER]}])
-    (row,) = sft.read_completions(sft.Config(task=str(file)))
+    (row,) = sft.read_training_rows(sft.Config(task=str(file)))
     assert (row["prompt"], row["completion"]) == ([USER], "2")
 
 
 def test_rows_of_conversations_are_packed_with_their_masks(tokenizer, tmp_path):
     tokenizer.chat_template = CHATML
     file = write_rows(tmp_path / "rows.jsonl", [{"messages": TALK}, {"prompt": TALK[:1], "completion": TALK[1:]}])
-    first, second = sft.read_completions(sft.Config(task=str(file)))
+    first, second = sft.read_training_rows(sft.Config(task=str(file)))
     assert {**first, "messages": None} == {**second, "messages": None}
     (prompt,) = encode_prompts(chat := Chat(tokenizer, (tokenizer.eos_token_id,)), [first["prompt"]]).texts
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -507,4 +500,4 @@ def test_texts_without_a_learned_token_are_dropped():
 def test_a_conversation_without_question_and_answer_is_refused(tmp_path, messages):
     file = write_rows(tmp_path / "rows.jsonl", [{"messages": messages}])
     with refused("line 1: column messages should hold a message of the assistant after the first one of the user"):
-        sft.read_completions(sft.Config(task=str(file)))
+        sft.read_training_rows(sft.Config(task=str(file)))

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from tiny import GOLDEN, refused
 
+from experiments.new_models import config_to_huggingface
 from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling
-from grpo_jax.models.families import config_from_huggingface, config_to_huggingface, text_part
-from grpo_jax.models.weights import read_json
+from grpo_jax.models.files.families import config_from_huggingface, text_config
+from grpo_jax.models.files.weights import read_json
 
 CONFIG_JSON = {
     "model_type": "llama",
@@ -261,7 +262,7 @@ def test_missing_sizes_default_as_in_transformers():
     """The config.json of Gemma 3 on the hub leaves out many sizes of its text model."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     text |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
-    config = config_from_huggingface(text_part({"model_type": "gemma3", "text_config": text}))
+    config = config_from_huggingface(text_config({"model_type": "gemma3", "text_config": text}))
     sizes = config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     assert sizes == (262_208, 8, 4, 256)
     assert config.rope_scaling == RopeScaling("linear", 8.0, 131_072)

@@ -20,9 +20,9 @@ from tiny import slow_unless, states_of_texts
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.families import config_from_huggingface
+from grpo_jax.models.files.families import config_from_huggingface
+from grpo_jax.models.files.weights import load_params
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.weights import load_params
 
 # Key -> values that are refused although transformers computes something, in some families. As far as we know, no
 # released language model has them. Embedding models have is_causal and use_bidirectional_attention. Gemma 4 scales

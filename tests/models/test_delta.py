@@ -10,13 +10,13 @@ from jax.test_util import check_grads
 from tiny import ragged_prompts, random_params, row_numbers
 
 from grpo_jax.models.config import DeltaConfig, ModelConfig
-from grpo_jax.models.delta import Tokens, apply_in_chunks, apply_token, convolve
-from grpo_jax.models.geometry import rows_of_groups, rows_of_packed_groups
+from grpo_jax.models.decoder.delta import Tokens, apply_in_chunks, apply_token, convolve
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.rows.geometry import rows_of_groups, rows_of_packed_groups
 from grpo_jax.rl.source import to_batch
 from grpo_jax.sampling.episodes import begin_episodes, continue_episodes
 from grpo_jax.sampling.sampler import sample_groups
-from grpo_jax.step import score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
 
 R, S, H, A, B = 2, 21, 3, 4, 5
 

@@ -13,10 +13,10 @@ from tiny import random_params, states_of_texts
 
 from experiments.benchmarks import routes
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.experts import Routing, busiest, gated, grouped_product, load, mixture, route
-from grpo_jax.models.geometry import PromptTokens, rows_of_groups, rows_of_packed_groups
+from grpo_jax.models.decoder.experts import Routing, busiest, gated, grouped_product, load_metrics, mixture, route
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.step import make_optimizer
+from grpo_jax.models.rows.geometry import PromptTokens, rows_of_groups, rows_of_packed_groups
+from grpo_jax.optimizer import make_optimizer
 
 TOKENS, EXPERTS, CHOSEN, WIDTH, INNER = 37, 6, 3, 8, 5
 # An expert without tokens among them, and one with more rows than a block.
@@ -139,7 +139,7 @@ def test_the_load_of_experts_equals_counting():
     for place in zip(*np.nonzero(mask), strict=True):
         for layer in range(layers):
             counts[layer, experts[place][layer]] += 1
-    made = jax.jit(load, static_argnums=2)(Routing(experts, entropy), mask, EXPERTS)
+    made = jax.jit(load_metrics, static_argnums=2)(Routing(experts, entropy), mask, EXPERTS)
     total, weight = made["expert_share"]
     assert weight == mask.sum() == made["router_entropy"][1]
     np.testing.assert_allclose(total, counts / CHOSEN, rtol=1e-6)

@@ -24,19 +24,20 @@ from tiny import (
     tiny_config,
 )
 
+from experiments.new_models import save_new_model
 from grpo_jax.config import recipe, with_options
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.external import function_policy, nnx_policy
-from grpo_jax.models.geometry import rows_of_packed_groups
-from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.models.lora import add_adapters
-from grpo_jax.models.pieces import choose_piece
+from grpo_jax.models.params.lora import add_adapters
+from grpo_jax.models.params.quantised import quantise_params
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import quantise_params
+from grpo_jax.models.rows.geometry import rows_of_packed_groups
+from grpo_jax.models.rows.pieces import choose_piece
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.step import Batch, score_completion_tokens
-from grpo_jax.training import train
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
+from grpo_jax.training.phases import train
 
 V = 8
 CONFIG = tiny_config(V)
@@ -153,7 +154,7 @@ def trained(folder, policy, params, config=RUN, **options):
 @pytest.fixture(scope="module")
 def our_run(tmp_path_factory):
     """Trains our decoder, and returns the parameters and the rewards of the steps."""
-    assert choose_piece(4, 3, 4, 6, microbatches=0, piece_tokens=20).is_packed
+    assert choose_piece(4, 3, 4, 6, piece_tokens=20).is_packed
     params, run = trained(tmp_path_factory.mktemp("ours"), OURS, random_params(CONFIG))
     return renamed(params), [line["reward"] for line in run.lines()]
 
@@ -231,7 +232,7 @@ def test_what_these_models_lack_is_refused():
     with refused("decoder of this package"):
         quantise_params(params, "int8")
     with refused("decoder of this package"):
-        save_pretrained("nowhere", params, CONFIG)
+        save_new_model("nowhere", params, CONFIG)
     with refused("pass unembedding"):
         make_programs(policy, TASK, with_options(RUN, divergence="reverse"))
     with refused("leave out the environment"):

@@ -15,15 +15,17 @@ import tiny
 from safetensors.numpy import load_file
 
 from grpo_jax.devices import Mesh, first_devices, jit_on_devices, place, to_numpy
-from grpo_jax.models.families import FAMILIES, config_from_huggingface
-from grpo_jax.models.lora import merge, sites
-from grpo_jax.models.params import join, split
-from grpo_jax.models.peft import adaptable, load_adapter, save_adapter
+from grpo_jax.models.files.families import FAMILIES, config_from_huggingface
+from grpo_jax.models.files.peft import adaptable, load_adapter, save_adapter
+from grpo_jax.models.files.weights import load_params, read_json, tensor_layout
+from grpo_jax.models.params.lora import merge, sites
+from grpo_jax.models.params.quantised import dequantise_params, quantise_params
+from grpo_jax.models.params.tree import join, split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import dequantise_params, quantise_params
-from grpo_jax.models.weights import load_params, read_json, tensor_layout
-from grpo_jax.sampling.sampler import Truncation, sample_groups
-from grpo_jax.step import Batch, has_weight_decay, score_completion_tokens
+from grpo_jax.optimizer import has_weight_decay
+from grpo_jax.sampling.sampler import Limits, sample_groups
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
 
 FULLEST = {
     "llama": "llama_biases",
@@ -145,7 +147,7 @@ def test_adapters_sample_score_merge_and_export_alike(family, kind, tmp_path):
 
     sample = tiny.sampler_of(policy, max_tokens=T, eos_ids=(99,))
     score = jax.jit(lambda params, ids: score_completion_tokens(policy, params, a_batch(ids)).logprobs)
-    sampled = sample(used, prompts(), tiny.row_numbers(N, G), jax.random.key(0), 0.7, Truncation(top_k=9))
+    sampled = sample(used, prompts(), tiny.row_numbers(N, G), jax.random.key(0), 0.7, Limits(top_k=9))
     scores = score(used, sampled.completion_ids)
     np.testing.assert_allclose(sampled.sampler_logprobs, scores, atol=1e-4)
     np.testing.assert_allclose(score(merge(plain), sampled.completion_ids), scores, atol=1e-4)

@@ -11,11 +11,11 @@ from tiny import GOLDEN, decoded_states, load_golden, randomly_adapted, slow_unl
 
 from grpo_jax.functional import token_logprobs
 from grpo_jax.functional.numerics import softcapped
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import layers_with
+from grpo_jax.models.files.peft import adaptable, load_adapter, save_adapter
 from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.models.peft import adaptable, load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.transformer import layers_with
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.planning.memory import num_params
 
 NAMES = sorted(file.parent.name for file in GOLDEN.glob("*/config.json"))

@@ -16,14 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from safetensors.numpy import load_file, save_file
 from tiny import GOLDEN, change_json, load_golden, refused, row_numbers, sampler_of, write_tokenizer
 
-from grpo_jax.models import weights
-from grpo_jax.models.families import config_from_huggingface, text_part
-from grpo_jax.models.heads import add_head
+from experiments.new_models import save_new_model
+from grpo_jax.models.decoder.heads import add_head
+from grpo_jax.models.files import weights
+from grpo_jax.models.files.families import config_from_huggingface, text_config
+from grpo_jax.models.files.weights import load_params, read_json, unpack_mxfp4, untie_if_different
 from grpo_jax.models.huggingface import files_of, load_pretrained, model_folder, save_pretrained
+from grpo_jax.models.params.quantised import dequantised
+from grpo_jax.models.params.rounding import round_stochastically
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import dequantised
-from grpo_jax.models.rounding import round_stochastically
-from grpo_jax.models.weights import load_params, read_json, unpack_mxfp4, untie_if_different
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.tasks.task import text_task
 
@@ -62,7 +63,7 @@ def test_half_precision(dtype, tmp_path):
     config, params = load_golden("qwen2")
     near = round_stochastically(params) if dtype == "bfloat16" else params
     rounded = jax.tree.map(lambda x: np.asarray(x).astype(dtype), near)
-    folder = save_pretrained(tmp_path / "out", params, config, dtype=dtype)
+    folder = save_new_model(tmp_path / "out", params, config, dtype=dtype)
     assert {x.dtype for x in load_file(folder / "model.safetensors").values()} == {np.dtype(dtype)}
     assert read_json(folder / "config.json")["dtype"] == dtype
     exact = load_params(folder, config)
@@ -70,7 +71,7 @@ def test_half_precision(dtype, tmp_path):
     half = load_params(folder, config, dtype=jnp.bfloat16)
     bit_for_bit(half, jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), rounded))
     # And out again, in the dtype that the parameters have.
-    again = save_pretrained(tmp_path / "again", half, config)
+    again = save_new_model(tmp_path / "again", half, config)
     bit_for_bit(load_params(again, config, dtype=jnp.bfloat16), half)
 
 
@@ -78,7 +79,7 @@ def test_half_precision(dtype, tmp_path):
 def test_decay_rates_stay_in_float32(name, tmp_path):
     """Folders of Qwen3.5 have these tensors in float32 and all others in bfloat16, and servers compute with them."""
     config, params = load_golden(name)
-    folder = save_pretrained(tmp_path / "out", params, config, dtype="bfloat16")
+    folder = save_new_model(tmp_path / "out", params, config, dtype="bfloat16")
     saved = load_file(folder / "model.safetensors")
     exact = {x for x in saved if x.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))}
     assert {x for x, y in saved.items() if y.dtype == np.float32} == exact
@@ -113,7 +114,7 @@ def test_tensors_load_into_shards_and_save_back(kind, tmp_path):
     if kind == "tree":
         kernel = sharded["layers"]["mlp"]["down_proj"]["kernel"]  # [2, 20, 16]
         assert {shard.data.shape for shard in kernel.addressable_shards} == {(1, 5, 16)}
-    folder = save_pretrained(tmp_path / "out", sharded, config)
+    folder = save_new_model(tmp_path / "out", sharded, config)
     bit_for_bit(load_file(folder / "model.safetensors"), original_tensors("llama"))
 
 
@@ -157,13 +158,13 @@ def test_a_tied_matrix_that_only_the_head_names(tmp_path):
 def test_the_outer_config_says_whether_matrices_are_tied(outer, inner, tied):
     text = read_json(GOLDEN / "gemma3" / "config.json") | {"tie_word_embeddings": inner}
     whole = {"model_type": "gemma3", "text_config": text} | ({} if outer is None else {"tie_word_embeddings": outer})
-    assert config_from_huggingface(text_part(whole)).tie_word_embeddings == tied
+    assert config_from_huggingface(text_config(whole)).tie_word_embeddings == tied
 
 
 def test_the_outer_config_names_the_dtype():
     """Of files that transformers 4 wrote, such as that of Gemma 3 4B."""
     whole = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": {"model_type": "gemma3_text"}}
-    assert text_part(whole)["torch_dtype"] == "bfloat16"
+    assert text_config(whole)["torch_dtype"] == "bfloat16"
 
 
 def test_saved_models_name_no_code_that_is_missing(folder, tmp_path):
@@ -189,7 +190,7 @@ def test_experts_of_a_layer_may_be_one_tensor(tmp_path):
 
 
 def test_a_single_file_overrides_an_old_index(folder):
-    """`save_pretrained` of transformers leaves older shards where they are."""
+    """`save_new_model` of transformers leaves older shards where they are."""
     _, params = load_golden("llama")
     new = {name: tensor + 1 for name, tensor in original_tensors("llama").items()}
     save_file(new, folder / "model.safetensors")
@@ -233,13 +234,13 @@ def test_nothing_is_written_over(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     for taken in (tmp_path, tmp_path / "notes.txt"):
         with refused("exists"):
-            save_pretrained(taken, params, config)
+            save_new_model(taken, params, config)
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_a_folder_appears_when_it_is_complete(tmp_path, monkeypatch):
     config, params = load_golden("llama")
-    save = partial(save_pretrained, tmp_path / "out", params, config, max_shard_bytes=4000)
+    save = partial(save_new_model, tmp_path / "out", params, config, max_shard_bytes=4000)
     written = []
 
     def full_disk(tensors, file, metadata):
@@ -524,7 +525,7 @@ def test_text_models_load_from_multimodal_files(tmp_path):
     nested = {name.replace("model.", "model.language_model."): x for name, x in tensors.items()}
     nested |= {"model.visual.patch_embed.proj.weight": np.ones((2, 3)), "mtp.fc.weight": np.ones((2, 2))}
     save_file(nested, folder / "model.safetensors")
-    config = config_from_huggingface(text_part(whole | {"text_config": file}))
+    config = config_from_huggingface(text_config(whole | {"text_config": file}))
     params = load_params(folder, config)
     saved = save_pretrained(tmp_path / "saved", params, config, source=folder)
     assert json.loads((saved / "config.json").read_text())["architectures"] == ["Qwen3_5ForCausalLM"]
@@ -559,7 +560,7 @@ def packed(tmp_path):
     config = replace(load_golden("gpt_oss")[0], hidden_size=32, intermediate_size=32)
     config = replace(config, experts=config.experts._replace(moe_intermediate_size=32))
     params = jax.jit(decoder_policy(config).init)(jax.random.key(0))
-    folder, rng = save_pretrained(tmp_path / "packed", params, config), np.random.default_rng(0)
+    folder, rng = save_new_model(tmp_path / "packed", params, config), np.random.default_rng(0)
     tensors, expected = load_file(folder / "model.safetensors"), {}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
@@ -619,7 +620,7 @@ def test_damaged_mxfp4_is_refused(packed, name):
 
 def test_mxfp4_needs_32_inputs_a_block(tmp_path):
     config = load_golden("gpt_oss")[0]
-    folder = save_pretrained(tmp_path / "model", load_golden("gpt_oss")[1], config)
+    folder = save_new_model(tmp_path / "model", load_golden("gpt_oss")[1], config)
     tensors = load_file(folder / "model.safetensors")
     experts, inputs, outputs = tensors.pop("model.layers.0.mlp.experts.down_proj").shape
     blocks = {"blocks": np.zeros((experts, outputs, inputs // 32, 16), np.uint8)}

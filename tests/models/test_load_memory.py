@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from experiments.new_models import config_to_huggingface
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.families import config_to_huggingface
-from grpo_jax.models.weights import Tensor, tensor_layout
+from grpo_jax.models.files.weights import Tensor, tensor_layout
 
 MEASURE = """
 import sys
@@ -23,9 +23,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.families import config_from_huggingface
+from grpo_jax.models.files.families import config_from_huggingface
 from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.models.weights import load_params, read_json
+from grpo_jax.models.files.weights import load_params, read_json
+from grpo_jax.models.files.families import config_from_huggingface
+from grpo_jax.models.files.weights import load_params, read_json
 
 def memory(kind):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -39,7 +41,7 @@ params = load_params(folder, config, quantize=kind)
 size = sum(x.nbytes for x in jax.tree.leaves(params))
 loaded = memory("VmHWM")
 if kind == "none":
-    save_pretrained(folder / "out", params, config)
+    save_new_model(folder / "out", params, config)
 print((loaded - before) / size, (memory("VmHWM") - before) / size)
 """
 

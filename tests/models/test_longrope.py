@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from tiny import load_golden, refused, whole_prompts
 
+from experiments.new_models import config_to_huggingface
 from grpo_jax.models.config import RopeScaling
-from grpo_jax.models.families import config_from_huggingface, config_to_huggingface
-from grpo_jax.models.geometry import rows_of_texts
+from grpo_jax.models.files.families import config_from_huggingface
 from grpo_jax.models.huggingface import Pretrained, for_texts
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.rows.geometry import rows_of_texts
 
 CONFIG, PARAMS = load_golden("phi4_mini")  # its original context has 16 tokens
 UNKNOWN = replace(CONFIG, longest_text=None)

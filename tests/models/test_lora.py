@@ -15,13 +15,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny import GOLDEN, change_json, decoded_states, load_golden, randomly_adapted, refused, two_groups
 
-from grpo_jax.models.heads import Headed
-from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.models.lora import TARGETS, add_adapters, fingerprint, merge, sites
-from grpo_jax.models.params import Adapted, join, split
-from grpo_jax.models.peft import adaptable, load_adapter, save_adapter, targets_of
+from experiments.new_models import save_new_model
+from grpo_jax.models.decoder.heads import Headed
+from grpo_jax.models.files.peft import adaptable, load_adapter, save_adapter, targets_of
+from grpo_jax.models.files.weights import load_params, read_json, write_model_json
+from grpo_jax.models.params.lora import TARGETS, add_adapters, fingerprint, merge, sites
+from grpo_jax.models.params.tree import Adapted, join, split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.weights import load_params, read_json, write_json
 from grpo_jax.step import init_state
 
 ADAPTER = GOLDEN / "llama/adapter"  # q_proj, v_proj, o_proj and down_proj with r = 3, by PEFT
@@ -193,7 +193,7 @@ ALONE = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"},
 def test_adapters_of_multimodal_bases_name_peft_modules(file, module, tmp_path):
     """Those of the class that AutoModelForCausalLM takes. PEFT would ignore others, and leave the base as it is."""
     (tmp_path / "base").mkdir()
-    write_json(tmp_path / "base/config.json", file)
+    write_model_json(tmp_path / "base/config.json", file)
     folder = save_adapter(tmp_path / "out", CONFIG, ADAPTED, base=str(tmp_path / "base"))
     names = load_file(folder / "adapter_model.safetensors")
     assert {name.partition(".layers.")[0] for name in names} == {f"base_model.model.{module}"}
@@ -334,7 +334,7 @@ def test_adapters_that_peft_cannot_hold_are_not_targets(name, targets, tmp_path)
 
 def test_adapters_where_plain_parameters_are_needed_are_refused(tmp_path):
     for use in (
-        lambda: save_pretrained(tmp_path / "out", ADAPTED, CONFIG),
+        lambda: save_new_model(tmp_path / "out", ADAPTED, CONFIG),
         lambda: add_adapters(ADAPTED, jax.random.key(0), rank=1, alpha=1.0),
         lambda: init_state(ADAPTED, optax.sgd(1.0)),
     ):

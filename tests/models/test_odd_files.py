@@ -21,11 +21,11 @@ from tiny import GOLDEN, change_json, load_golden, refused, slow_unless, states_
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import load_pretrained, model_folder, read_config, save_pretrained, scoring_padding
-from grpo_jax.models.peft import load_adapter, save_adapter
+from grpo_jax.models.decoder.transformer import param_shapes
+from grpo_jax.models.files.peft import load_adapter, save_adapter
+from grpo_jax.models.files.weights import load_params, read_json, untie_if_different
+from grpo_jax.models.huggingface import classifier_padding, load_pretrained, model_folder, read_config, save_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.transformer import param_shapes
-from grpo_jax.models.weights import load_params, read_json, untie_if_different
 from grpo_jax.rewards.learned import load_reward_model
 
 # ---- config.json
@@ -131,7 +131,7 @@ def test_labels_of_a_classifier_are_not_counted(tmp_path):
 
 
 def test_a_model_may_have_no_end():
-    assert scoring_padding({"eos_token_id": []}) is None
+    assert classifier_padding({"eos_token_id": []}) is None
 
 
 # ---- headers

@@ -10,15 +10,15 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny import GOLDEN, load_golden, random_params, randomly_adapted, refused, two_groups
 
-from grpo_jax.models import quantised
+from experiments.new_models import save_new_model
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.models.lora import add_adapters, merge, sites
-from grpo_jax.models.params import is_quantised, join, split
-from grpo_jax.models.peft import load_adapter, save_adapter
+from grpo_jax.models.files.peft import load_adapter, save_adapter
+from grpo_jax.models.files.weights import load_params
+from grpo_jax.models.params import quantised
+from grpo_jax.models.params.lora import add_adapters, merge, sites
+from grpo_jax.models.params.quantised import quantise, quantise_params
+from grpo_jax.models.params.tree import is_quantised, join, split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import quantise, quantise_params
-from grpo_jax.models.weights import load_params
 from grpo_jax.step import init_state
 
 CONFIG, BASE = load_golden("llama")
@@ -196,7 +196,7 @@ def test_what_frozen_bits_cannot_be(tmp_path):
     with refused(r"merge adapters into the original ones, as params._replace"):
         merge(params)
     with refused("quantised: save the original ones"):
-        save_pretrained(tmp_path / "out", params.base, CONFIG)
+        save_new_model(tmp_path / "out", params.base, CONFIG)
 
 
 # ---- folders

@@ -19,7 +19,8 @@ from tiny import DATA, row_numbers, sampler_of, states_of_texts, whole_prompts, 
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.step import Batch, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
 from grpo_jax.tasks.task import text_task
 
 FOLDER = os.environ.get("GRPO_JAX_MODEL", "")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tiny import load_golden, whole_prompts
 
-from grpo_jax.models.huggingface import save_pretrained
+from experiments.new_models import save_new_model
+from grpo_jax.models.files.weights import load_params
+from grpo_jax.models.params.rounding import changed_share, round_stochastically, round_to_nearest
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.rounding import changed_share, round_stochastically, round_to_nearest
-from grpo_jax.models.weights import load_params
 
 
 def tree(x, name="kernel"):
@@ -124,5 +124,5 @@ def test_the_policy_computes_with_rounded_parameters():
 
 def test_a_folder_in_bfloat16_keeps_small_updates(tmp_path):
     config, _, moved = moved_model()
-    loaded = load_params(save_pretrained(tmp_path / "out", moved, config, dtype=jnp.bfloat16), config)
+    loaded = load_params(save_new_model(tmp_path / "out", moved, config, dtype=jnp.bfloat16), config)
     assert changed_share(loaded, round_stochastically(moved)) == 0

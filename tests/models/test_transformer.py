@@ -12,15 +12,23 @@ import pytest
 from tiny import decoded_states, load_golden, ragged_prompts, random_params, refused, whole_prompts
 
 from grpo_jax.functional.products import assume_traits
-from grpo_jax.models import geometry
-from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
-from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, group_by_prompt, widen
 from grpo_jax.models.config import Activation, ExpertsConfig, ModelConfig, RopeScaling, Rotation
-from grpo_jax.models.geometry import PromptTokens, PromptWidths
-from grpo_jax.models.modules import ACTIVATIONS, RMSNorm, norm
+from grpo_jax.models.decoder.attention import Softmax, attend, attend_past, attend_rows, rotary_angles, rotate
+from grpo_jax.models.decoder.cache import KeyValues, Prefix, cache_keys, group_by_prompt, widen
+from grpo_jax.models.decoder.modules import ACTIVATIONS, RMSNorm, norm
+from grpo_jax.models.decoder.transformer import (
+    Block,
+    by_layer,
+    compute_rows,
+    embed,
+    find_repetition,
+    layer_params,
+    param_shapes,
+)
+from grpo_jax.models.params.sharding import BATCH
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.sharding import BATCH
-from grpo_jax.models.transformer import Block, by_layer, compute_rows, embed, layer_params, param_shapes, repetition
+from grpo_jax.models.rows import geometry
+from grpo_jax.models.rows.geometry import PromptTokens, PromptWidths
 
 LLAMA = ModelConfig(29, 32, 48, 2, 4, 2, 8)
 # Every option at once, more than any architecture has: one program to compile instead of one for each.
@@ -193,7 +201,7 @@ REPETITIONS = [("aaaa", (0, 1)), ("abbb", (1, 1)), ("abab", (0, 2)), ("aabab", (
 
 @pytest.mark.parametrize(("modules", "expected"), REPETITIONS)
 def test_layers_that_repeat_are_one_loop(modules, expected):
-    assert repetition(tuple(modules)) == expected
+    assert find_repetition(tuple(modules)) == expected
 
 
 @pytest.mark.parametrize("config", [ALL, MIXTURE, SPARSE], ids=[*NAMES[1:], "some experts"])
@@ -357,15 +365,15 @@ def group_inputs():
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes], masks
 
 
-CAPPED = Scores(0.8, 1.5)
+CAPPED = Softmax(0.8, 1.5)
 
 
-def attention_at_once(queries, keys, values, mask, scores=Scores()):  # noqa: B008, it is a tuple
-    """`attend` with all scores in memory."""
-    scale = 1 / np.sqrt(queries.shape[-1]) if scores.scale is None else scores.scale
+def attention_at_once(queries, keys, values, mask, softmax=Softmax()):  # noqa: B008, it is a tuple
+    """`attend` with all products in memory."""
+    scale = 1 / np.sqrt(queries.shape[-1]) if softmax.scale is None else softmax.scale
     logits = scale * jnp.einsum("nkgqse,nkgce->nkgqsc", queries, keys)
-    if scores.softcap is not None:
-        logits = scores.softcap * jnp.tanh(logits / scores.softcap)
+    if softmax.softcap is not None:
+        logits = softmax.softcap * jnp.tanh(logits / softmax.softcap)
     weights = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf))
     return jnp.einsum("nkgqsc,nkgce->nkgqse", weights, values)
 
@@ -403,15 +411,15 @@ BLOCKWISE_CASES = [
     pytest.param(2300, partial(ragged_mask, window=700), CAPPED, {}, marks=pytest.mark.slow),
     (300, ragged_mask, CAPPED, {}),
     # Keys beyond its reach are left out.
-    (300, lambda size, _: mask_of_prefix(size, 100, 5), Scores(), {"prefix": 5, "reach": 100}),
+    (300, lambda size, _: mask_of_prefix(size, 100, 5), Softmax(), {"prefix": 5, "reach": 100}),
 ]
 
 
-@pytest.mark.parametrize(("size", "mask", "scores", "options"), BLOCKWISE_CASES)
-def test_blockwise_attention_equals_attention_at_once(size, mask, scores, options):
+@pytest.mark.parametrize(("size", "mask", "softmax", "options"), BLOCKWISE_CASES)
+def test_blockwise_attention_equals_attention_at_once(size, mask, softmax, options):
     arguments = *attention_inputs(size, size + 5, (1, 2), 4), mask(size, size + 5)
-    value, grads = gradient_program(partial(attend, scores=scores, **options))(*arguments)
-    expected, expected_grads = gradient_program(partial(attention_at_once, scores=scores))(*arguments)
+    value, grads = gradient_program(partial(attend, softmax=softmax, **options))(*arguments)
+    expected, expected_grads = gradient_program(partial(attention_at_once, softmax=softmax))(*arguments)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         assert np.linalg.norm(grad - expected_grad) <= 1e-5 * np.linalg.norm(expected_grad)
@@ -429,16 +437,16 @@ def test_long_attention_needs_a_sixteenth_of_memory():
 
 
 # Features of keys first as on a CPU, and not as on other devices; and a library's attention, for an odd group size.
-CACHED_CASES = [(True, Scores(), None), (False, CAPPED, None), (False, Scores(0.8), "xla")]
+CACHED_CASES = [(True, Softmax(), None), (False, CAPPED, None), (False, Softmax(0.8), "xla")]
 
 
-@pytest.mark.parametrize(("features_first", "scores", "implementation"), CACHED_CASES)
-def test_cached_attention_equals_attention_of_the_group(features_first, scores, implementation, assume):
+@pytest.mark.parametrize(("features_first", "softmax", "implementation"), CACHED_CASES)
+def test_cached_attention_equals_attention_of_the_group(features_first, softmax, implementation, assume):
     assume(features_first=features_first)
     (queries, keys, values), masks = group_inputs()
-    expected = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", scores))(queries, keys, values, masks)
+    expected = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", softmax))(queries, keys, values, masks)
     prompt = group_by_prompt(KeyValues(keys[:, :P_A], values[:, :P_A]))
-    attend_next = partial(attend_past, scores=scores, implementation=implementation)
+    attend_next = partial(attend_past, softmax=softmax, implementation=implementation)
     in_a_program = jax.jit(attend_next)  # traced anew for each case
     expected = np.asarray(expected)
     empty = jnp.zeros((N_A * G_A * K_A, S_A - 1, E_A))
@@ -456,13 +464,13 @@ def test_cached_attention_equals_attention_of_the_group(features_first, scores, 
 
 
 def test_fused_attention_has_the_same_values_and_gradients():
-    scores = Scores(0.8)
+    softmax = Softmax(0.8)
     inputs, masks = group_inputs()
     weights = np.random.default_rng(1).normal(size=inputs[0].shape).astype(np.float32)
 
     def value_and_grads(kind):
         def total(inputs):
-            attended = attend_rows(*inputs, masks, (None, None), kind, scores)
+            attended = attend_rows(*inputs, masks, (None, None), kind, softmax)
             return jnp.sum(weights * attended), attended
 
         return jax.jit(jax.value_and_grad(total, has_aux=True))(inputs)

@@ -13,16 +13,17 @@ from tiny import slow_unless
 from experiments.benchmarks.shapes import MID, TINY
 from experiments.paper.lowered import lowered, params_of, planned_bytes
 from experiments.planning.models import MODELS
-from grpo_jax.config import PPO, ModelOptions, recipe, with_options
+from grpo_jax.config import PPO, WHOLE, ModelOptions, recipe, with_options
 from grpo_jax.devices import Devices, Mesh, cut_of, first_devices, jit_on_devices, place, shardings
 from grpo_jax.functional.products import CPU, Traits
 from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig
-from grpo_jax.models.params import join, split
+from grpo_jax.models.params.tree import join, split
+from grpo_jax.models.rows.pieces import PieceShape
+from grpo_jax.optimizer import make_optimizer
 from grpo_jax.planning import memory
 from grpo_jax.planning.memory import Estimate, Shape, estimate
 from grpo_jax.rl import own_devices
 from grpo_jax.rl.distillation import output_bytes
-from grpo_jax.step import make_optimizer
 
 MIXTURE = replace(TINY, experts=ExpertsConfig(8, 2, TINY.intermediate_size // 2, norm_topk_prob=True))
 DELTA = replace(TINY, delta=DeltaConfig(2, 4, 32, 32, 4), delta_layers=(0, 2), gated_attention=True)
@@ -108,7 +109,7 @@ def test_supports_are_part_of_the_plan():
     """In bytes: 4 of each of 20 tokens, in the rollout that is learned from and the two that wait."""
     config = recipe(num_prompts=4, group_size=8, max_tokens=16, top_k=20, support="sampler", staleness=2)
     plain, kept = (
-        memory.shape_of(x, ModelOptions(), 8, parts=1) for x in (with_options(config, support="vocabulary"), config)
+        memory.shape_of(x, ModelOptions(), 8, shards=1) for x in (with_options(config, support="vocabulary"), config)
     )
     one, other = (estimate(SMALL, shape) for shape in (plain, kept))
     assert other.held - one.held == other.peak - one.peak == 3 * 4 * 20 * 4 * 8 * 16
@@ -133,7 +134,7 @@ ON_H100 = [
     ("Qwen2.5-0.5B", "learn", {}, 22.46),
     ("Qwen2.5-1.5B", "learn", {"piece_tokens": 8192}, 29.67),
     ("Qwen2.5-1.5B", "learn", {"lora_rank": 16, "num_hidden_layers": 4}, 6.83),
-    ("Qwen3-0.6B", "learn", {"microbatches": 4}, 27.38),
+    ("Qwen3-0.6B", "learn", {"pieces": 4}, 27.38),
     ("Qwen3-0.6B", "learn", {"lora_rank": 16}, 26.51),
     ("Qwen3-0.6B", "learn", {"remat": "layer", "num_hidden_layers": 6}, 2.94),
     ("Qwen3-0.6B", "learn", {"rounding": "stochastic"}, 30.03),
@@ -171,12 +172,21 @@ SCORE_ON_H100 = [
 ]
 
 
+def estimate_in_pieces(pieces: int, model: ModelConfig, shape: Shape) -> Estimate:
+    """Estimates a step in so many pieces of whole prompts, which are not packed."""
+    with pytest.MonkeyPatch.context() as patch:
+        piece = PieceShape(shape.num_prompts // pieces, shape.group_size, shape.max_tokens)
+        patch.setattr(memory, "choose_piece", lambda *_, **__: piece)
+        return estimate(model, shape)
+
+
 def estimate_for_h100(name, changes) -> Estimate:
     of_model = {key: value for key, value in changes.items() if key in ModelConfig.__dataclass_fields__}
-    of_shape = {key: value for key, value in changes.items() if key not in of_model}
+    of_shape = {key: value for key, value in changes.items() if key not in {*of_model, "pieces"}}
     shape = Shape(16, 8, 64, 512)._replace(**of_shape)
     shape = shape._replace(param_dtype="bfloat16" if shape.lora_rank else "float32")
-    return estimate(replace(MODELS[name], dtype="bfloat16", **of_model), shape)
+    model = replace(MODELS[name], dtype="bfloat16", **of_model)
+    return estimate_in_pieces(changes["pieces"], model, shape) if "pieces" in changes else estimate(model, shape)
 
 
 @pytest.mark.parametrize(("name", "program", "changes", "compiled"), ON_H100)
@@ -199,8 +209,8 @@ ON_V5E = [
 @pytest.mark.parametrize(("name", "program", "sizes", "compiled"), ON_V5E)
 def test_estimates_for_a_tpu_agree_with_its_compiler(name, program, sizes, compiled):
     prompts, prompt_tokens, max_tokens = sizes
-    shape = Shape(prompts, 8, prompt_tokens, max_tokens, microbatches=4, traits=Traits("tpu"))
-    needs = estimate(replace(MODELS[name], dtype="bfloat16"), shape)
+    shape = Shape(prompts, 8, prompt_tokens, max_tokens, traits=Traits("tpu"))
+    needs = estimate_in_pieces(4, replace(MODELS[name], dtype="bfloat16"), shape)
     estimated = {"sample": needs.sampling, "learn": needs.learning}[program]
     assert 0.9 <= estimated / memory.GB / compiled <= 1.25
 
@@ -220,9 +230,9 @@ def test_a_teacher_counts_with_its_parameters_and_outputs():
     for kind, top_k, of_token in (("jsd", 0, 4 * 16), ("jsd", 5, 4 * 5 + 4 * 6), ("k1", 0, 4)):
         size = output_bytes(recipe(distillation=kind, distillation_top_k=top_k), teacher)
         assert size == of_token  # hidden states; ids and logits; one number
-        needs = estimate(SMALL, shape._replace(scorer=teacher, output_bytes=size))
-        assert needs.scorer == 4 * memory.num_params(teacher) + of_token * tokens
-        assert needs.held == alone.held + needs.scorer
+        needs = estimate(SMALL, shape._replace(scorer=teacher, token_bytes=size))
+        assert (needs.scorer, needs.rollout) == (4 * memory.num_params(teacher), of_token * tokens)
+        assert needs.held == alone.held + needs.scorer + needs.rollout
         assert needs.scoring > 0
         assert needs._replace(scoring=10**9).peak == needs.held + 10**9
 
@@ -231,15 +241,15 @@ def test_a_teacher_counts_with_its_parameters_and_outputs():
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_mesh_update_estimates_are_rarely_too_low(tensor):
     model = replace(MID, num_hidden_layers=4, remat="layer")
-    config = recipe(num_prompts=8, group_size=4, max_tokens=65, microbatches=1, devices=8)
+    config = recipe(num_prompts=8, group_size=4, max_tokens=65, piece_tokens=WHOLE, devices=8)
     config = with_options(config, fsdp=8 // tensor, tensor=tensor)
-    shape = Shape(tensor, 4, 64, 65, microbatches=1, fsdp=8 // tensor, tensor=tensor, traits=CPU)
+    shape = Shape(tensor, 4, 64, 65, piece_tokens=WHOLE, fsdp=8 // tensor, tensor=tensor, traits=CPU)
     ratios = compare_with_compiler(model, config, shape, ("learn",))
     assert LEAST < ratios["learn"] < MOST
 
 
 def test_meshes_divide_parameters_but_not_norms():
-    """By 4 · 2: exactly what `models.sharding` cuts; norms, which it does not cut, stay whole."""
+    """By 4 · 2: exactly what `models.params.sharding` cuts; norms, which it does not cut, stay whole."""
     model = replace(TINY, num_key_value_heads=4)
     one, cut = (estimate(model, Shape(fsdp=fsdp, tensor=tensor)) for fsdp, tensor in ((1, 1), (4, 2)))
     norms = 4 * (2 * 4 + 1) * 128

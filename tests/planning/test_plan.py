@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from tiny import refused
 
 from experiments.benchmarks.shapes import MID
-from grpo_jax import prepare
 from grpo_jax.config import PPO, GRPOConfig, ModelOptions, recipe
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.options import from_json
 from grpo_jax.planning.memory import Shape, choose, estimate, shape_of
-from grpo_jax.prepare import RunOptions, apply_memory_plan
+from grpo_jax.training import prepare
+from grpo_jax.training.prepare import RunOptions, apply_memory_plan
 
 # Four prompts of 1,040 tokens; on an accelerator pieces of 16,384 tokens, so that all are one.
 SHAPE = Shape(4, 8, 16, 128, piece_tokens=0)
@@ -49,15 +49,15 @@ def test_less_memory_shrinks_pieces_before_enabling_remat():
 
 def test_what_is_given_is_not_planned():
     small = limit_for(16_384, "layer") // 4
-    fixed = choose(MID, SHAPE._replace(microbatches=2), small, remat="none")
-    assert (fixed.options, fixed.shape.num_pieces, fixed.fits) == ({"remat": "none"}, 2, False)
+    fixed = choose(MID, SHAPE._replace(piece_tokens=2048), small, remat="none")
+    assert (fixed.options, fixed.shape.num_pieces, fixed.fits) == ({"piece_tokens": 2048, "remat": "none"}, 2, False)
     smaller = choose(MID, SHAPE._replace(piece_tokens=512), small, remat="layer")
     assert smaller.options == {"piece_tokens": 512, "remat": "layer"}
 
 
 def test_where_nothing_fits_the_sentence_names_what_would():
     held = estimate(MID, SHAPE).held
-    with refused("needs about 1.1 GiB of 0.78 .*lora_rank 16, p.*fsdp 2 on 2 times .*microbatches and remat"):
+    with refused("needs about 1.1 GiB of 0.78 .*lora_rank 16, p.*fsdp 2 on 2 times .*piece_tokens and remat"):
         choose(MID, SHAPE, int(1.1 * held))
     for minibatches in (1, 4):  # no way out has fewer prompts than minibatches
         with refused("a smaller model, or fewer"):
@@ -75,18 +75,18 @@ def test_fewer_tokens_are_the_first_way_out():
 
 def test_run_shape_follows_the_options():
     run = recipe("grpo", num_prompts=8, minibatches=2, divergence="full", ref_sync_steps=5, fsdp=2)
-    shape = shape_of(run, ModelOptions(lora_rank=4, param_dtype="bfloat16"), 7, parts=4)
+    shape = shape_of(run, ModelOptions(lora_rank=4, param_dtype="bfloat16"), 7, shards=4)
     assert (shape.num_prompts, shape.minibatches, shape.prompt_tokens, shape.fsdp) == (2, 2, 7, 2)
     assert (shape.copies, shape.lora_rank, shape.critic) == (2, 4, "none")
-    alone = shape_of(recipe(), ModelOptions(), 7, parts=1)
+    alone = shape_of(recipe(), ModelOptions(), 7, shards=1)
     assert alone.process_bytes == 4 * shape.process_bytes > 0  # devices of a CPU share the process
-    ppo = shape_of(PPO, ModelOptions(), 7, parts=1)
+    ppo = shape_of(PPO, ModelOptions(), 7, shards=1)
     assert (ppo.critic, ppo.group_size) == ("own", 1)
 
 
 def test_a_plan_is_one_line():
     assert str(choose(MID, SHAPE._replace(traits=CPU), 23 * 10**9)) == (
-        "plan: 8 microbatches, remat none: about 1.3 of 21 GiB"
+        "plan: 8 pieces, remat none: about 1.3 of 21 GiB"
     )
 
 

@@ -130,11 +130,11 @@ def test_any_function_can_judge_with_equal_default_weights():
 
     texts = [Completion("ab"), Completion("b"), Completion("")]
     for asked in (judge, slowly):
-        scores = to_rewards(constitution({"first": "a", "second": "b"}, asked)).score([{}] * 3, texts)
+        scores = to_rewards(constitution({"first": "a", "second": "b"}, asked)).grade([{}] * 3, texts)
         np.testing.assert_array_equal(scores.rewards, [1, 0.5, 0])
         np.testing.assert_array_equal(scores.components["first"], [1, 0, 0])
     weighted = constitution({"first": "a", "second": "b"}, judge, weights={"second": 3.0})
-    np.testing.assert_array_equal(to_rewards(weighted).score([{}] * 3, texts).rewards, [3.5, 3, 0])
+    np.testing.assert_array_equal(to_rewards(weighted).grade([{}] * 3, texts).rewards, [3.5, 3, 0])
 
 
 BAD_CALLS = [

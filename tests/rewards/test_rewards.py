@@ -21,7 +21,7 @@ from tiny import refused
 from grpo_jax.data.types import Completion, Component, Span
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rewards.reward import to_rewards
-from grpo_jax.rewards.worker import load
+from grpo_jax.rewards.worker import load_function
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,7 +145,7 @@ def test_scores_are_weighted_sums_of_applicable_rewards():
         "a": Component(lambda examples, completions: [1.0, None, None, np.nan]),
         "b": Component(lambda examples, completions: [0.5, 2.0, None, 1.0], weight=-2.0),
     }
-    scores = to_rewards(rewards).score([{}] * 4, texts(*"wxyz"))
+    scores = to_rewards(rewards).grade([{}] * 4, texts(*"wxyz"))
     np.testing.assert_array_equal(scores.rewards, np.float32([0.0, -4.0, 0.0, np.nan]))
     np.testing.assert_array_equal(scores.applicable, [True, True, False, True])
     np.testing.assert_array_equal(scores.components["a"], np.float32([1.0, np.nan, np.nan, np.nan]))
@@ -159,8 +159,8 @@ def test_one_function_and_bare_functions_become_rewards_once():
     alone = to_rewards(size)
     assert alone == to_rewards(alone) == to_rewards({"reward": size}) == to_rewards({"reward": Component(size, 1.0)})
     assert to_rewards({"a": size, "b": Component(size, 0.0)}).weights == {"a": 1.0, "b": 0.0}
-    assert alone.score([{}], texts("bc")).rewards.tolist() == [2.0]
-    nothing = to_rewards({}).score([{}], texts("bc"))
+    assert alone.grade([{}], texts("bc")).rewards.tolist() == [2.0]
+    nothing = to_rewards({}).grade([{}], texts("bc"))
     assert (nothing.rewards.tolist(), nothing.applicable.tolist(), nothing.components) == ([0.0], [False], {})
 
 
@@ -179,9 +179,9 @@ def test_async_rewards_run_concurrently():
         return {"a": waits(first, second, 1.0), "b": waits(second, first, 2.0), "c": Component(lambda e, c: [4.0])}
 
     async def cell():  # of a notebook
-        return to_rewards(rewards()).score([{}], texts("x"))
+        return to_rewards(rewards()).grade([{}], texts("x"))
 
-    assert to_rewards(rewards()).score([{}], texts("x")).rewards.tolist() == [7.0]
+    assert to_rewards(rewards()).grade([{}], texts("x")).rewards.tolist() == [7.0]
     assert asyncio.run(cell()).rewards.tolist() == [7.0]
 
 
@@ -200,8 +200,8 @@ async def one_later(examples, completions):
 @pytest.mark.parametrize("reward", [leave, leave_later])
 def test_rewards_that_exit_do_not_end_training_silently(reward):
     with refused(r"called sys.exit\(0\)"):
-        to_rewards(reward).score([{}], texts("x"))
-    assert to_rewards(one_later).score([{}], texts("x")).rewards.tolist() == [1.0]  # the next call is not affected
+        to_rewards(reward).grade([{}], texts("x"))
+    assert to_rewards(one_later).grade([{}], texts("x")).rewards.tolist() == [1.0]  # the next call is not affected
 
 
 def test_spans_are_added_up_by_weight_beside_numbers():
@@ -209,7 +209,7 @@ def test_spans_are_added_up_by_weight_beside_numbers():
         return [[(0, 1, 0.25), (1, 3, 0.5)], [], None]
 
     rewards = {"lines": Component(lines, 2.0), "half": Component(lambda *_: [0.5] * 3), "seen": Component(lines, 0.0)}
-    scores = to_rewards(rewards).score([{}] * 3, texts("abc", "de", "f"))
+    scores = to_rewards(rewards).grade([{}] * 3, texts("abc", "de", "f"))
     assert scores.rewards.tolist() == [2.0, 0.5, 0.5]
     assert scores.components["lines"].tolist() == pytest.approx([0.75, 0.0, math.nan], nan_ok=True)
     assert scores.parts.tolist() == [(Span(0, 1, 0.5), Span(1, 3, 1.0)), (), ()]
@@ -239,12 +239,12 @@ BAD_ANSWERS = [
 def test_invalid_rewards_spoil_one_call_or_are_refused(actor, answer, reason):
     assert graded(actor, FINE, answer, FINE) == ([1.0, None, 1.0], {reason: 1})
     with refused("mine must return one number"):
-        to_rewards({"mine": Component(lambda *_: eval(answer, {"n": 2}))}).score([{}] * 2, texts("a", "b"))
+        to_rewards({"mine": Component(lambda *_: eval(answer, {"n": 2}))}).grade([{}] * 2, texts("a", "b"))
 
 
 def test_nested_rewards_name_their_type():
     with refused("must return one number .* the function returned a reward of type list"):
-        to_rewards({"mine": Component(lambda *_: [[1.0]])}).score([{}], texts("a"))
+        to_rewards({"mine": Component(lambda *_: [[1.0]])}).grade([{}], texts("a"))
 
 
 FAILURES = [
@@ -382,7 +382,7 @@ def test_async_functions_run_in_a_process(file):
     with Grader(f"{file}:waits", workers=1) as grader:
         rewards = {"waits": Component(grader), "one": Component(lambda examples, completions: [1.0, None])}
         for _ in range(2):
-            assert to_rewards(rewards).score([{}] * 2, texts("a", "bc")).rewards.tolist() == [2.0, 2.0]
+            assert to_rewards(rewards).grade([{}] * 2, texts("a", "bc")).rewards.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("path", ["actions.py", "~/actions.py"])
@@ -423,7 +423,7 @@ UNLOADABLE = [
 @pytest.mark.parametrize(("spec", "arguments", "words"), UNLOADABLE)
 def test_unloadable_rewards_are_refused_in_one_sentence(file, spec, arguments, words):
     with refused(words):
-        load("reward", spec.replace("FILE", str(file)), arguments)
+        load_function("reward", spec.replace("FILE", str(file)), arguments)
 
 
 BROKEN_FILES = [
@@ -450,15 +450,15 @@ KEYWORDS = [(name, {"scale": 2}) for name in ("plain", "needs", "waits", "makes"
 
 @pytest.mark.parametrize(("name", "arguments"), KEYWORDS)
 def test_keywords_reach_rewards_and_their_factories(file, name, arguments):
-    reward = load("reward", f"{file}:{name}", arguments)
-    assert to_rewards(reward).score([{}], texts("abc")).rewards.tolist() == [6.0]
+    reward = load_function("reward", f"{file}:{name}", arguments)
+    assert to_rewards(reward).grade([{}], texts("abc")).rewards.tolist() == [6.0]
 
 
 def test_modules_of_the_current_folder_are_importable(file, tmp_path, monkeypatch):
     (tmp_path / "of_this_folder.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
-    assert load("reward", "of_this_folder:plain")([{}], texts("a")) == [1.0]
+    assert load_function("reward", "of_this_folder:plain")([{}], texts("a")) == [1.0]
 
 
 BAD_LIMITS = [

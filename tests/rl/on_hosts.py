@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from grpo_jax import hosts
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.rl.programs import make_programs
-from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.training import train_with_evaluation
+from grpo_jax.training.phases import train_with_evaluation
 
 
 @dataclass(frozen=True)

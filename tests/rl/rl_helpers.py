@@ -14,8 +14,8 @@ from tiny import recorder
 from grpo_jax.config import recipe
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.devices import devices_of, place, to_devices, to_numpy
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.params import split
+from grpo_jax.models.params.tree import split
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.offline import phase
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
 from grpo_jax.rl import update
@@ -23,7 +23,8 @@ from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.types import REWARD_AXES, RewardArrays
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.step import Batch, TrainState, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch, TrainState
 
 LINES = ("metrics.jsonl", "rollouts.jsonl")
 # The configuration of a run on bigrams, whose programs many tests share.
@@ -189,11 +190,11 @@ def phase_step(objective: FitObjective, start, batch, config: SupervisedConfig):
     """Returns the gradients of one step of a phase on its devices, `[1, ...]`, and its metrics, in NumPy."""
     devices = devices_of(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(phase, "make_optimizer", lambda *_, **__: recorder(1))
-        programs = make_fit_programs(objective, config)
+        patch.setattr(phase, "optimizer_of", lambda *_: recorder(1))
+        initial_state, train_step = make_fit_programs(objective, config)
     trained, frozen = (place(part, devices) for part in split(start))
-    state = place(programs.init_state(trained), devices)
-    state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
+    state = place(initial_state(trained), devices)
+    state, metrics = train_step(state, to_devices(batch, devices), frozen)
     return to_numpy((state.opt_state.gradients, metrics))
 
 

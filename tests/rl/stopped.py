@@ -12,8 +12,8 @@ from pathlib import Path
 
 from bigrams import TASK, train_grpo
 
+from grpo_jax.commands import flags
 from grpo_jax.config import GRPOConfig, recipe
-from grpo_jax.runs import flags
 
 STEPS = itertools.count(1)
 

@@ -8,7 +8,7 @@ from tiny import digit_prompts, refused
 
 from grpo_jax.config import validate, with_options
 from grpo_jax.data.types import rng
-from grpo_jax.tasks.curriculum import Drawn, add_step, choose_levels, draw_by_solve_rate, empty_window, number_of
+from grpo_jax.tasks.curriculum import add_step, choose_levels, draw_by_solve_rate, empty_window, number_of
 
 
 def window_of(*steps, width=4):
@@ -72,7 +72,7 @@ CURRICULUM = with_options(RUN, curriculum=3)
 def choose(window, step, bound):
     """Draws from 20 prompts."""
     numbers, metrics = draw_by_solve_rate(window, 20, 8, rng(0, step))
-    return Drawn(numbers, digit_prompts(0, count=20).take(numbers), metrics)
+    return digit_prompts(0, count=20).take(numbers), numbers, metrics
 
 
 def trained(path, config=CURRICULUM, **options):

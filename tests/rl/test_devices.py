@@ -28,23 +28,23 @@ from grpo_jax.devices import (
     jit_on_devices,
     load_shardings,
     map_rows,
-    parts,
+    num_shards,
     place,
     shardings,
     size,
     to_devices,
 )
 from grpo_jax.functional import dpo_loss
-from grpo_jax.models import pieces
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.heads import Headed, add_head
-from grpo_jax.models.lora import add_adapters
-from grpo_jax.models.params import join
+from grpo_jax.models.decoder.heads import Headed, add_head
+from grpo_jax.models.files.weights import load_params
+from grpo_jax.models.params.lora import add_adapters
+from grpo_jax.models.params.quantised import quantise_params
+from grpo_jax.models.params.tree import join
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.weights import load_params
+from grpo_jax.models.rows import pieces
 from grpo_jax.offline import pairs as offline_pairs
-from grpo_jax.offline.distillation import Target, divergence_objective, mean_divergence
+from grpo_jax.offline.distillation import divergence_objective, mean_divergence
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig
 from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.rl.grpo import grpo_method
@@ -56,7 +56,7 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 N, G, P, T = 16, 5, 3, 5
 EOS, PAD = 0, 1
@@ -126,10 +126,10 @@ def case_of(name: str) -> Case:
         config = recipe("grpo", **options, minibatches=2, kl_coef=0.2, **(moving if name == "moving" else {}))
         policy = DECODER if name == "moving" else decoder_policy(OTHER)
         return Case(config, grpo_method(policy, config), {"policy": jax.jit(policy.init)(jax.random.key(0))}, policy)
-    config = recipe("grpo", **options, microbatches=2, kl_coef=0.2)
+    config = recipe("grpo", **options, piece_tokens=P + G * T - 1, kl_coef=0.2)  # one prompt each
     policy = DECODER
     if name == "packed":  # completions so long that rows of one completion each cost little more
-        config = with_options(config, microbatches=0, max_tokens=20, piece_tokens=60)
+        config = with_options(config, max_tokens=20, piece_tokens=60)
     if "experts" in name or name == "offload":
         policy = decoder_policy(dataclasses.replace(EXPERTS, remat="offload") if name == "offload" else EXPERTS)
         params = jax.jit(policy.init)(jax.random.key(0))
@@ -172,9 +172,9 @@ def gradients(name: str, devices: Devices) -> Any:
     """Of each optimizer step, and the metrics."""
     case = case_of(name)
     if name == "packed":
-        local, tokens = N // parts(devices), case.config.sampling.max_tokens
+        local, tokens = N // num_shards(devices), case.config.sampling.max_tokens
         piece_tokens = case.config.optimizer.piece_tokens
-        assert pieces.choose_piece(local, P, G, tokens, microbatches=0, piece_tokens=piece_tokens).is_packed
+        assert pieces.choose_piece(local, P, G, tokens, piece_tokens=piece_tokens).is_packed
     programs, start, _ = prepared(case, devices)
     state, actual = start.learned(programs)
     return state.opt_state.gradients, actual.metrics, actual.advantages
@@ -402,7 +402,7 @@ def packed_rows() -> Packed:
 PAIRS, ROWS = rl_helpers.some_pairs(N, 64)._replace(margins=[0.1 * i for i in range(N)]), packed_rows()
 REFERENCE = NOISE.normal(-8, 1, (N, 2)).astype(np.float32)
 TAUGHT = {"policy": start_of("decoder"), "teacher": jax.jit(TEACHER.init)(jax.random.key(5))}
-LESSON = Target(TEACHER, Divergence("forward_kl"), nll_coef=0.3)
+LESSON = TEACHER, Divergence("forward_kl"), 0.3
 
 
 class Phase(NamedTuple):
@@ -425,7 +425,7 @@ def phase_named(name: str) -> Phase:
         rated = pairs._replace(desirable=np.arange(N) % 3 > 0, ref_logprobs=reference)
         return Phase(offline_pairs.kto_objective(DECODER), start_of("lora"), rated)
     if name == "teacher":
-        return Phase(divergence_objective(DECODER, LESSON), TAUGHT, ROWS)
+        return Phase(divergence_objective(DECODER, *LESSON), TAUGHT, ROWS)
     batch = ROWS if name == "packed" else a_batch()
     return Phase(sft_objective(DECODER), start_of("decoder"), batch)
 
@@ -453,7 +453,7 @@ def test_evaluations_have_the_numbers_of_one_device(devices):
     start = start_of("decoder")
     for score in (
         lambda devices: text_nll(DECODER, place(start, devices), [ROWS], devices=devices),
-        lambda devices: mean_divergence(DECODER, place(TAUGHT, devices), [ROWS], target=LESSON, devices=devices),
+        lambda devices: mean_divergence(DECODER, *LESSON[:2], place(TAUGHT, devices), [ROWS], devices=devices),
         lambda devices: offline_pairs.score_pairs(
             offline_pairs.pair_logprobs, DECODER, place(start, devices), PAIRS, num_pairs=N, devices=devices
         ),

@@ -18,15 +18,16 @@ from grpo_jax.config import PPO, DistillationConfig, Divergence, ModelOptions, r
 from grpo_jax.data.packing import pack, packed_pieces
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.types import pad_completions
-from grpo_jax.models.heads import Headed
+from grpo_jax.models.decoder.heads import Headed
 from grpo_jax.models.huggingface import load_pretrained
-from grpo_jax.offline.distillation import Target, distillation_loss, mean_divergence
-from grpo_jax.prepare import load_frozen
+from grpo_jax.offline.distillation import distillation_loss, mean_divergence
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method, make_programs
 from grpo_jax.rl.types import RewardArrays
-from grpo_jax.step import Batch, score_completion_tokens, states_of
-from grpo_jax.training import train
+from grpo_jax.scoring import score_completion_tokens, states_of
+from grpo_jax.step import Batch
+from grpo_jax.training.phases import train
+from grpo_jax.training.prepare import load_frozen
 
 WIDTH = 9
 CONFIG = with_options(RUN, kl_coef=0.0, distillation="reverse_kl", reward_coef=0.0)
@@ -108,11 +109,11 @@ def test_packed_texts_have_the_loss_of_separate_texts():
     prompts, texts = ([noise.integers(0, V, noise.integers(1, 5)).tolist() for _ in range(12)] for _ in range(2))
     rows, padded = pack(prompts, texts, width=8), pad_prompts(prompts, [{} for _ in prompts], width=4, pad_id=0)
     alone = Batch(padded.tokens, *pad_completions([[x] for x in texts], 4), np.ones((12, 1), np.float32))
-    target = Target(POLICY, Divergence("forward_kl"), nll_coef=0.3)
+    teacher = POLICY, Divergence("forward_kl")
 
     def loss(params, batch):
         batch = batch._replace(weights=F.token_mean_weights(jnp.asarray(batch.completion_mask)))
-        return distillation_loss(POLICY, MODELS | {"policy": params}, batch, target=target)
+        return distillation_loss(POLICY, *teacher, 0.3, MODELS | {"policy": params}, batch)
 
     def by_hand(params):
         logprobs, mask = score_completion_tokens(POLICY, params, alone).logprobs, alone.completion_mask
@@ -126,7 +127,7 @@ def test_packed_texts_have_the_loss_of_separate_texts():
     assert_close(jax.jit(loss)(PARAMS, alone)[0], expected, rtol=1e-4)
     total, count = logs.means["distillation"]
     assert_close(total / count, divergence, rtol=1e-4)
-    assert_close(mean_divergence(POLICY, MODELS, packed_pieces(rows, 2), target=target), divergence, rtol=1e-4)
+    assert_close(mean_divergence(POLICY, *teacher, MODELS, packed_pieces(rows, 2)), divergence, rtol=1e-4)
 
 
 # ---- advantages

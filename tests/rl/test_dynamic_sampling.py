@@ -11,7 +11,7 @@ from grpo_jax.config import recipe, with_options
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.types import Span
 from grpo_jax.devices import ONE_DEVICE, first_devices, to_devices
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.grade import token_texts
 from grpo_jax.rl.source import make_source, select_groups, to_batch, with_spread
 from grpo_jax.rl.types import Graded, Rollout

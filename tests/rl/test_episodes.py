@@ -24,7 +24,7 @@ from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Forward, noise_of
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.step import score_completion_tokens, states_of
+from grpo_jax.scoring import score_completion_tokens, states_of
 from grpo_jax.tasks.task import random_reward
 
 CONFIG = recipe(

@@ -169,7 +169,7 @@ def plain():
 
 def test_samples_depend_on_seed_not_on_batching(plain):
     """Calls of 11 prompts that do not divide them."""
-    assert plain.scores.shape == (11, 3)
+    assert plain.rewards.shape == (11, 3)
     other = evaluated(num_prompts=5, group_size=2, eval_samples=3)
     assert other.texts == plain.texts
     jax.tree.map(assert_array_equal, other, plain)
@@ -192,9 +192,9 @@ def test_filler_completions_do_not_count_and_are_greedy():
 
 def test_scores_are_of_the_metric(plain):
     threes, novel = (evaluated(metric=name) for name in REWARDS)
-    assert_allclose(plain.scores, threes.scores + 0.5 * novel.scores, rtol=1e-6)
+    assert_allclose(plain.rewards, threes.rewards + 0.5 * novel.rewards, rtol=1e-6)
     expected = np.array([[text.count("3") / 3 for text in group] for group in plain.texts])
-    assert_allclose(threes.scores, expected[:, :-1], rtol=1e-6)
+    assert_allclose(threes.rewards, expected[:, :-1], rtol=1e-6)
     assert_allclose(threes.greedy, expected[:, -1], rtol=1e-6)
     assert_allclose(plain.components["threes"], expected, rtol=1e-6)
 
@@ -216,7 +216,7 @@ def test_ungraded_completions_score_zero_and_are_counted():
         return [(1.0, None, float("nan"), 1.0)[i % 4] for i in range(len(completions))]
 
     result = evaluated(TASK._replace(reward=reward))
-    assert_array_equal(result.scores, [[1, 0, 0]] * 11)
+    assert_array_equal(result.rewards, [[1, 0, 0]] * 11)
     numbers = summary(result)
     assert numbers["not_graded_share"] == 0.5
     assert numbers["avg"] == pytest.approx(1 / 3)

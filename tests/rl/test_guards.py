@@ -17,7 +17,7 @@ from grpo_jax.rewards.processes import Grader
 from grpo_jax.rewards.reward import to_rewards
 from grpo_jax.rl import guards
 from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
-from grpo_jax.rl.grade import make_grading, reward_arrays
+from grpo_jax.rl.grade import has_spread, make_grading, reward_arrays
 from grpo_jax.rl.grpo import by_part
 from grpo_jax.rl.interaction import ONE_TURN
 from grpo_jax.rl.programs import check_programs, make_programs
@@ -206,9 +206,9 @@ def test_spread_of_parts_is_where_their_advantages_are():
     applicable[:7] = True
     graded = graded_parts(rewards, parts, applicable)
     advantages = by_part(reward_arrays(graded, "turns", 10, {}))
-    spread = guards.has_spread(graded, by_part=True)
+    spread = has_spread(graded, by_part=True)
     np.testing.assert_array_equal(spread, np.any(np.asarray(advantages) != 0, axis=(1, 2)))
-    assert (guards.has_spread(graded) != spread).sum() > 2
+    assert (has_spread(graded) != spread).sum() > 2
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_equal_sums_warn_unless_what_is_compared_differs(changes, compares, shar
     ones = [[1, 1], [1, 1]]
     graded = graded_parts(ones, [[[1, 0], [0, 1]]] * 2, a=[[0, 1]] * 2, b=[[2, 1]] * 2, c=ones)
     rewards = to_rewards({name: Component(None, weight) for name, weight in {"a": 1.0, "b": 1.0, "c": 0.0}.items()})
-    grading = make_grading(TASK, rewards, with_options(RUN, **changes), compares=compares)
-    report = grading.report(Rollout(None, None, graded), 1)
-    assert report.metrics["zero_spread_share"] == share
-    assert ("spread" in report.warnings) == (compares and share == 1)
+    _, report = make_grading(TASK, rewards, with_options(RUN, **changes), compares=compares)
+    reported = report(Rollout(None, None, graded), 1)
+    assert reported.metrics["zero_spread_share"] == share
+    assert ("spread" in reported.warnings) == (compares and share == 1)

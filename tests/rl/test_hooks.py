@@ -9,13 +9,12 @@ from rl_helpers import RUN, Stop, assert_same_runs, open_run, run_programs, stop
 from grpo_jax.config import with_options
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.types import Rollout
-from grpo_jax.tasks.curriculum import Drawn
-from grpo_jax.training import train_with_control
+from grpo_jax.training.phases import train_with_control
 
 
 def drawn(window, step, bound):
     """A curriculum that draws the prompts in their order."""
-    return Drawn(np.arange(RUN.sampling.num_prompts), TASK.prompts(step), {})
+    return TASK.prompts(step), np.arange(RUN.sampling.num_prompts), {}
 
 
 SOURCES = [{}, {"max_rollouts": 3}, {"curriculum": 4}, {"staleness": 1}]

@@ -19,10 +19,10 @@ from grpo_jax.errors import Interruption
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
 from grpo_jax.rewards.reward import to_rewards
 from grpo_jax.rl.grade import grade_completions, reward_arrays
-from grpo_jax.rl.grpo import by_part, corrected_advantages
+from grpo_jax.rl.grpo import by_part
 from grpo_jax.rl.programs import make_method_programs, make_programs
 from grpo_jax.rl.types import Graded
-from grpo_jax.rl.update import adapt_kl_coef, average_over_updates, sync_reference
+from grpo_jax.rl.update import adapt_kl_coef, average_over_updates, corrected_advantages, sync_reference
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import Batch, TrainState
@@ -84,7 +84,7 @@ def test_a_kl_that_is_nan_keeps_its_coefficient():
 
 def test_kl_in_the_reward_is_steered_to_target(tmp_path):
     """With rewards of zero in the last step, only the penalty tells completions apart."""
-    config = with_options(RUN, steps=4, preset="rloo", kl_coef=0.5, kl_target=0.005, kl_horizon=64)
+    config = with_options(RUN, steps=4, preset="rloo", kl_coef=0.5, kl_target=0.005)
     run, programs = open_run(tmp_path, config), make_programs(POLICY, TASK, config, sampler=run_programs().sampler)
 
     def first_steps_only(examples, texts, calls=iter(range(99))):  # noqa: B008
@@ -95,9 +95,9 @@ def test_kl_in_the_reward_is_steered_to_target(tmp_path):
     coef = 0.5
     for line in lines:
         assert line["kl_coef"] == pytest.approx(coef, rel=1e-5)
-        coef *= 1 + np.clip(line["kl_completion"] / 0.005 - 1, -0.2, 0.2) * 32 / 64
+        coef *= 1 + np.clip(line["kl_completion"] / 0.005 - 1, -0.2, 0.2) * 32 / 10_000
     assert float(state.extras["kl_coef"]) == pytest.approx(coef, rel=1e-5)
-    assert lines[1]["kl_coef"] == pytest.approx(0.45, rel=1e-5)  # nothing to hold back at first
+    assert lines[1]["kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 32 / 10_000))  # nothing to hold back at first
     assert lines[2]["kl_coef"] > lines[1]["kl_coef"]  # KL above the target
     advantages = [group["advantages"] for group in run.lines("rollouts.jsonl") if group["step"] == 4]
     assert np.abs(advantages).max() > 1e-3

@@ -17,12 +17,13 @@ from grpo_jax import functional as F
 from grpo_jax.config import PPO, load_optimizer, recipe, validate, with_options
 from grpo_jax.devices import Mesh, devices_of, first_devices, place, to_devices, to_numpy
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.params import split
+from grpo_jax.models.params.tree import split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
+from grpo_jax.optimizer import make_optimizer, muon_matrices, steps_taken
 from grpo_jax.rl.ppo import add_critic, critic_policy
 from grpo_jax.rl.programs import make_method, make_method_programs
-from grpo_jax.step import Logs, make_optimizer, muon_matrices, steps_taken
+from grpo_jax.step import Logs
 from grpo_jax.tasks.task import Task
 
 D, ROWS = 16, 16
@@ -67,11 +68,11 @@ def start_of(name: str) -> Any:
 
 def taken(config: SupervisedConfig, start: Any, batches: list[Rows]) -> tuple[Any, list[dict[str, Any]]]:
     """Returns the trained parameters after a step on each batch, and the metrics of the steps."""
-    devices, programs = devices_of(config), make_fit_programs(OBJECTIVE, config)
+    devices, (initial_state, train_step) = devices_of(config), make_fit_programs(OBJECTIVE, config)
     trained, frozen = (place(part, devices) for part in split(start))
-    state, lines = place(programs.init_state(trained), devices), []
+    state, lines = place(initial_state(trained), devices), []
     for batch in batches:
-        state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
+        state, metrics = train_step(state, to_devices(batch, devices), frozen)
         lines.append(to_numpy(metrics))
     return to_numpy(state.params), lines
 
@@ -214,7 +215,7 @@ def test_methods_and_critics_take_a_step_of_muon(name, devices):
     assert_close(state.params, expected_update(name), atol=1e-6, rtol=0)
     assert metrics["learning_rate"] == pytest.approx(RATES["policy"])
     assert ("changed_share" in metrics) == (name == "bfloat16")
-    assert steps_taken(state) == 1
+    assert steps_taken(state.opt_state) == 1
     moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), state.params, to_numpy(models))
     # The gradient of a critic's own decoder is 0 in the first step, because its head begins at 0.
     assert all(0.1 * RATES[role] < max(jax.tree.leaves(moved[role])) < 10 * RATES[role] for role in moved)

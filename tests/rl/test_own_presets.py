@@ -38,8 +38,8 @@ def test_the_file_of_four_methods_is_short():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_and_a_value_give_the_same_loss(name):
-    value, options = getattr(own_presets, name), {"microbatches": 1}
-    by_file, by_value = recipe(f"{FILE}:{name}", **options), recipe(value, **options)
+    value = getattr(own_presets, name)
+    by_file, by_value = recipe(f"{FILE}:{name}"), recipe(value)
     for config in (by_file, by_value):
         validate(config)
         assert config.loss.objective.numbers == value.numbers
@@ -47,11 +47,11 @@ def test_a_file_and_a_value_give_the_same_loss(name):
     assert from_json(recipe(), saved) == by_file
     assert by_value.loss.preset.startswith("Objective ")
     assert json.loads(json.dumps(dataclasses.asdict(by_value)))["loss"]["preset"] == by_value.loss.preset
-    again = recipe(value._replace(), **options)
+    again = recipe(value._replace())
     assert by_value == again
     saved = json.loads(json.dumps(dataclasses.asdict(by_value)))
     assert not differing_options(saved, dataclasses.asdict(again))
-    other = recipe(value.with_constants(kl_coef=0.5), **options)
+    other = recipe(value.with_constants(kl_coef=0.5))
     assert "preset" in differing_options(saved, dataclasses.asdict(other))
 
 
@@ -116,7 +116,7 @@ REFUSED = [
     ({"preset": f"{FILE}:missing"}, "has no 'missing'"),
     ({"preset": "missing.py:it"}, "there is no file"),
     ({"preset": f"{FILE}:fails"}, "fails cannot be used: TypeError"),
-    ({"preset": f"{FILE}:kl_cov"}, "set microbatches and devices to 1"),
+    ({"preset": f"{FILE}:kl_cov", "piece_tokens": 8}, "leave piece_tokens out, and set devices to 1"),
     ({"preset": f"{FILE}:takes_nothing"}, "takes_nothing cannot be used: partial object"),
     ({"preset": own_presets.grpo._replace(term=3)}, "Objective cannot be used: term is 3: it must be a function"),
     ({"preset": own_presets.grpo._replace(constants={"cap": 1.0})}, "cannot be used: partial object"),
@@ -174,8 +174,7 @@ def threes(rows, texts):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_trainer_takes_a_file_and_a_value_and_resumes_bit_for_bit(tmp_path, name):
     model = str(save_tiny_model(tmp_path / "tiny", arithmetic.TEXT))
-    options = {"steps": 3, "group_size": 4, "max_tokens": 4, "learning_rate": 1e-2, "microbatches": 1}
-    options |= {"checkpoint_every": 1}
+    options = {"steps": 3, "group_size": 4, "max_tokens": 4, "learning_rate": 1e-2, "checkpoint_every": 1}
 
     def stop(step, line):
         if step == 2:

@@ -15,9 +15,10 @@ from grpo_jax.config import PPO, recipe, with_options
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.functional.products import CPU, assume_traits
-from grpo_jax.models import heads, pieces as cut
-from grpo_jax.models.geometry import PromptTokens, PromptWidths, choose_widths, useful_widths
+from grpo_jax.models.decoder import heads
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.rows import pieces as cut
+from grpo_jax.models.rows.geometry import PromptTokens, PromptWidths, choose_widths, useful_widths
 from grpo_jax.rl import ppo
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method, make_method_programs
@@ -25,7 +26,8 @@ from grpo_jax.rl.scorers import with_ends
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, RewardArrays, noise_of
 from grpo_jax.rl.update import loss_of
-from grpo_jax.step import Batch, accumulate_grads, score_completion_tokens
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch, accumulate_grads
 
 N, G, P, T = 8, 2, 48, 4
 WIDTHS = (16, 24, 48)
@@ -51,7 +53,7 @@ def a_batch() -> Batch:
 
 def num_pieces(prompts, tokens):
     """The number of pieces of up to 1,024 tokens, for prompts with one completion each."""
-    pieces, rest = divmod(prompts, cut.choose_piece(prompts, 0, 1, tokens, microbatches=0, piece_tokens=1_024).rows)
+    pieces, rest = divmod(prompts, cut.choose_piece(prompts, 0, 1, tokens, piece_tokens=1_024).rows)
     assert not rest
     return pieces
 
@@ -81,22 +83,20 @@ ROW_SHAPES = [
 @pytest.mark.parametrize(("prompts", "expected"), ROW_SHAPES)
 def test_the_shape_of_rows_by_hand(prompts, expected):
     """With pieces of about 768 tokens. Without padding, packing may cost 12% more tokens at most."""
-    shape = cut.choose_piece(*prompts, microbatches=0, piece_tokens=CPU.piece_tokens)
+    shape = cut.choose_piece(*prompts, piece_tokens=CPU.piece_tokens)
     assert ((shape.width, shape.rows) if shape.is_packed else None) == expected
 
 
 PIECES = [
-    ({}, cut.PieceShape(8, 1, 128, True)),
-    ({"piece_tokens": 512}, cut.PieceShape(4, 1, 128, True)),
-    ({"microbatches": 2}, cut.PieceShape(2, 8, 128)),
-    ({"piece_tokens": 5_000}, cut.PieceShape(4, 8, 128)),
+    (1_024, cut.PieceShape(8, 1, 128, True)),
+    (512, cut.PieceShape(4, 1, 128, True)),
+    (5_000, cut.PieceShape(4, 8, 128)),
 ]
 
 
-@pytest.mark.parametrize(("changes", "expected"), PIECES)
-def test_pieces_are_packed_unless_their_number_is_given(changes, expected):
-    options = {"microbatches": 0, "piece_tokens": 1_024} | changes
-    assert cut.choose_piece(4, 16, 8, 128, **options) == expected
+@pytest.mark.parametrize(("piece_tokens", "expected"), PIECES)
+def test_batches_of_several_pieces_are_packed(piece_tokens, expected):
+    assert cut.choose_piece(4, 16, 8, 128, piece_tokens=piece_tokens) == expected
 
 
 def test_widths_minimise_padding_and_skip_small_savings():
@@ -219,7 +219,7 @@ def pieces_of(kind, method, batch):
         return cut.packed(cut.lengths_of(batch.completion_mask), 8, 2)
     if kind == NARROW:
         return cut.by_prompts(N, N, cut.Sorting(jnp.sum(batch.prompt.mask, axis=-1), (24, P), (1, 1)))
-    return cut.choose_pieces(batch, microbatches=0, piece_tokens=40)
+    return cut.choose_pieces(batch, piece_tokens=40)
 
 
 def whole_vocabulary():

@@ -10,8 +10,8 @@ from rl_helpers import assert_close, loss_of, near, ragged_batch
 from grpo_jax.config import PPO, GRPOConfig, recipe, with_options
 from grpo_jax.functional import centered_advantages, critic_loss, weighted_sum
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.models import heads
-from grpo_jax.models.heads import Headed
+from grpo_jax.models.decoder import heads
+from grpo_jax.models.decoder.heads import Headed
 from grpo_jax.rl.grpo import grpo_method, kl_in_reward
 from grpo_jax.rl.ppo import explained_variance, token_advantages
 from grpo_jax.rl.programs import make_method

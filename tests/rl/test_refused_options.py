@@ -17,10 +17,10 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.pairs import pair_batches
 from grpo_jax.offline.phase import SupervisedConfig, check_rows, make_fit_programs
 from grpo_jax.offline.sft import sft_objective
-from grpo_jax.prepare import check_vocabulary
 from grpo_jax.rl import guards
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_programs
+from grpo_jax.training.prepare import check_vocabulary
 
 TAUGHT = with_options(RUN, kl_coef=0.0, distillation="reverse_kl", reward_coef=0.0)
 EPISODES = with_options(RUN, max_turns=3, environment_tokens=6)
@@ -36,8 +36,8 @@ def judged(*weights):
 OF_COMPLETIONS = ("rloo", "gmpo", "luspo", "companion_post", "introduction_post", "introduction_post_rank")
 OPTIONS = [
     (RUN, {"group_size": 1}, "group_size"),
-    (RUN, {"num_prompts": 6, "microbatches": 4}, "num_prompts"),
-    (RUN, {"microbatches": 1, "piece_tokens": 64}, "piece_tokens is 64, but microbatches sets the pieces"),
+    (RUN, {"num_prompts": 6, "minibatches": 4}, "num_prompts"),
+    (RUN, {"preset": "kl_cov", "piece_tokens": 64}, "kl_cov chooses among all tokens .*leave piece_tokens out"),
     (RUN, {"temperature": 0.5, "temperature_spread": -0.6}, "temperature"),
     (RUN, {"temperature_spread": float("inf")}, "temperature"),
     (RUN, {"epsilon_low": 2.0}, "epsilon_low is 2.0"),
@@ -57,7 +57,7 @@ OPTIONS = [
     (RUN, {"advantages_of": "components", "max_rollouts": 2}, "dynamic sampling"),
     (RUN, {"advantages_of": "components", "preset": "rloo"}, "KL"),
     (RUN, {"kl_target": 6.0}, "kl_target"),
-    (RUN, {"preset": "rloo", "kl_target": 6.0, "kl_horizon": 16}, "kl_horizon"),
+    (RUN, {"preset": "rloo", "kl_target": 6.0, "num_prompts": 4096}, "a step has 16384: lower num_prompts"),
     (RUN, {"ref_sync_steps": 99}, "ref_sync_steps"),
     (RUN, {"kl_coef": 0.0, "ref_sync_steps": 1}, "ref_sync_steps"),
     (RUN, {"ref_mixup_alpha": 0.5}, "ref_mixup_alpha"),
@@ -85,7 +85,7 @@ OPTIONS = [
     (PPO, {"divergence": "full"}, "kl_in_reward"),
     (PPO, {"divergence": "full", "kl_in_reward": False, "kl_coef": 0.0}, "divergence full"),
     (PPO, {"advantages_of": "components"}, "advantages_of"),
-    (PPO, {"num_prompts": 6, "microbatches": 4}, "num_prompts"),
+    (PPO, {"num_prompts": 6, "minibatches": 4}, "num_prompts"),
     (PPO, {"distillation": "jsd", "reward_coef": 0.0}, "reward_coef is 0, so critic"),
 ]
 

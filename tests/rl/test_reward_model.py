@@ -23,14 +23,14 @@ from grpo_jax.data.preferences import (
     split_preferences,
 )
 from grpo_jax.data.types import Completion, Prompt, Turn
-from grpo_jax.models import heads
 from grpo_jax.models.chat import Chat, digest_of_template
-from grpo_jax.models.families import config_from_huggingface
-from grpo_jax.models.geometry import PromptTokens
-from grpo_jax.models.heads import add_head
+from grpo_jax.models.decoder import heads
+from grpo_jax.models.decoder.heads import add_head
+from grpo_jax.models.files.families import config_from_huggingface
+from grpo_jax.models.files.weights import load_params, read_json
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.weights import load_params, read_json
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.offline.pairs import evaluate_pairs, pad_pairs, pair_weights, reward_model_objective
 from grpo_jax.rewards.learned import RewardModel, load_reward_model, reward_function, save_reward_model
 from grpo_jax.runs.checkpoint import params_sha256
@@ -84,7 +84,7 @@ def test_padding_changes_no_score_and_values_score_prefixes():
     for side in ("left", "right", "middle"):
         prompt = PromptTokens(*padded(PROMPTS, 9, side))
         arrays = (np.stack(part) for part in zip(*(padded(group, 8, side) for group in COMPLETIONS), strict=True))
-        actual = heads.score_groups(CONFIG, LOOKING, prompt, *arrays)
+        actual = heads.judge_groups(CONFIG, LOOKING, prompt, *arrays)
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
     arrays = [np.stack(part) for part in zip(*(padded(group, 4, "right") for group in COMPLETIONS), strict=True)]
     values = jax.jit(partial(heads.values, POLICY))(LOOKING, PromptTokens(*padded(PROMPTS, 4, "left")), *arrays)
@@ -124,7 +124,7 @@ def test_rows_are_read_split_and_counted(tmp_path):
     arithmetic.TEXT.save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     chat = Chat(tokenizer, (arithmetic.EOS_ID,))
-    pairs = encode_preferences(chat, preferences, max_prompt_tokens=3, max_tokens=1, scored=True)
+    pairs = encode_preferences(chat, preferences, max_prompt_tokens=3, max_tokens=1, judged=True)
     assert "".join(tokenizer.convert_ids_to_tokens(pairs.prompts[-1])) == "+1="
     assert {len(ids) for answers in pairs.answers for ids in answers} == {1}
     assert pairs.notes == ("40 of 40 prompts lost their beginning", "31 of 40 pairs have an answer that lost its end")
@@ -147,7 +147,7 @@ def test_pair_gradients_are_those_of_bradley_terry():
     np.testing.assert_allclose(batch.weights, [0.2] * 5 + [0])
     gradient = jax.jit(jax.value_and_grad(partial(OBJECTIVE.loss_fn, batch=batch), has_aux=True))
     (loss, logs), grads = gradient(LOOKING)
-    rewards, pull = jax.vjp(jax.jit(lambda params: heads.scores(POLICY, params, *batch[:3])[:5]), LOOKING)
+    rewards, pull = jax.vjp(jax.jit(lambda params: heads.judge_texts(POLICY, params, *batch[:3])[:5]), LOOKING)
     chosen, rejected = np.asarray(rewards, np.float64).T
     slope, total = -special.expit(np.array(pairs.margins) - chosen + rejected), 0.02 * (chosen + rejected)
     outer = np.stack([total + slope, total - slope], -1) / 5
@@ -164,7 +164,9 @@ def test_pair_gradients_are_those_of_bradley_terry():
 def test_adapters_below_the_head_are_merged():
     params = LOOKING._replace(decoder=randomly_adapted(LOOKING.decoder))
     arrays = pad_pairs(PAIRS, np.arange(4), (3, 4))[:3]
-    whole, merged, without = (heads.score_groups(CONFIG, p, *arrays) for p in (params, heads.merge(params), LOOKING))
+    whole, merged, without = (
+        heads.judge_groups(CONFIG, p, *arrays) for p in (params, heads.merge_decoder(params), LOOKING)
+    )
     np.testing.assert_allclose(whole, merged, rtol=1e-4, atol=1e-5)
     assert np.abs(whole - without).max() > 0.1
 
@@ -199,7 +201,7 @@ def test_what_transformers_wrote_scores_as_it_does_there():
     ids = golden["ids"]
     mask = ids != 0
     prompt = PromptTokens(ids[:, :7], mask[:, :7])
-    actual = heads.score_groups(config, params, prompt, ids[:, None, 7:], mask[:, None, 7:])
+    actual = heads.judge_groups(config, params, prompt, ids[:, None, 7:], mask[:, None, 7:])
     np.testing.assert_allclose(actual, golden["logits"], rtol=1e-4, atol=1e-4)
 
 
@@ -235,7 +237,7 @@ def test_transformers_reads_a_saved_reward_model(name, tmp_path):
     with torch.no_grad():
         expected = model(tokens, attention_mask=(tokens != model.config.pad_token_id).long()).logits.numpy()
     mask = np.ones_like(ids, bool)
-    actual = heads.score_groups(
+    actual = heads.judge_groups(
         config, params, PromptTokens(ids[:, :5], mask[:, :5]), ids[:, None, 5:], mask[:, None, 5:]
     )
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
@@ -309,7 +311,7 @@ def score_of(tokenizer, messages):
     assert ids[-1] == arithmetic.EOS_ID
     ids = np.array(ids[:-1], np.int32)[None]
     nothing = np.zeros((1, 1, 1), np.int32)
-    return float(heads.score_groups(CONFIG, LOOKING, whole_prompts(ids), nothing, nothing > 0)[0, 0])
+    return float(heads.judge_groups(CONFIG, LOOKING, whole_prompts(ids), nothing, nothing > 0)[0, 0])
 
 
 def episode(role, *texts):

@@ -20,7 +20,7 @@ from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import programs_so_far
 from grpo_jax.step import Batch, Logs
-from grpo_jax.training import fit
+from grpo_jax.training.phases import fit
 
 POLICY = decoder_policy(tiny_config(16))
 PARAMS = random_params(tiny_config(16))

@@ -29,7 +29,6 @@ CONFIG = recipe(
     staleness=1,
     checkpoint_every=2,
     rollouts_every=1,
-    stop=STOP,
 )
 prompts = functools.partial(digit_prompts, count=4)
 TASK = digit_task(says_three, prompts)._replace(stop=digit_stop(*STOP))
@@ -103,12 +102,6 @@ def test_resumed_runs_with_stop_texts_are_identical(tmp_path):
     assert_same_runs((state, whole), (train_grpo(TASK, CONFIG, parts, programs), parts))
     groups = whole.lines("rollouts.jsonl")
     assert all("3" not in text and "12" not in text for group in groups for text in group["completions"])
-
-
-def test_task_and_options_must_name_the_same_texts():
-    for task, config in [(TASK._replace(stop=None), CONFIG), (TASK, with_options(CONFIG, stop=("4",)))]:
-        with refused("pass the same texts to text_task"):
-            make_programs(POLICY, task, config)
 
 
 def test_the_trainer_stops_at_texts_of_its_tokenizer(tmp_path):

@@ -30,7 +30,7 @@ from grpo_jax.runs.checkpoint import Checkpoints, best_step, check_seal, params_
 from grpo_jax.runs.files import hold, write_text
 from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.step import TrainState
-from grpo_jax.training import train
+from grpo_jax.training.phases import train
 
 CONFIG = with_options(RUN, rollouts_every=0)
 

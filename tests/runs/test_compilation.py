@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
-from grpo_jax.runs import progress, flags
+from grpo_jax.runs import progress
+from grpo_jax.commands import flags
 
 @dataclass(frozen=True)
 class Config:

@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 from command_runs import DPO, EPISODES, GRPO, KTO, MESH, MUON, ONLINE, OWN, PMAP, PPO, REWARD_MODEL, SFT, write_inputs
 
-from grpo_jax.commands import train
-from grpo_jax.runs import flags
+from grpo_jax.commands import flags, train
 
 FIT = "--steps 5 --checkpoint-every 1"
 LONG = f"{FIT} --learning-rate 1e-2 --adam-epsilon 1e-8"
@@ -37,11 +36,11 @@ RUNS = {
     "own_optimizer": (1, f"{OWN} {FIT} --learning-rate 1e-2", "line save"),
     "muon": (1, f"{MUON} {FIT} --learning-rate 1e-2", "line"),
     "moving_reference": (1, f"{LOW} --ref-sync-steps 2 --ref-mixup-alpha 0.5 --kl-coef 0.1", "line"),
-    "adaptive_kl": (1, f"{LOW} --preset rloo --kl-coef 0.1 --kl-target 0.01 --kl-horizon 16", "line"),
+    "adaptive_kl": (1, f"{LOW} --preset rloo --kl-coef 0.1 --kl-target 0.01", "line"),
     "distillation": (1, f"{LOW} --teacher teacher --distillation reverse_kl", "line"),
     "spo_of_a_file": (1, f"{LOW} --preset own.py:spo --constant width=0.3", "line"),
     "reinforce_pp_of_a_file": (1, f"{LOW} --preset own.py:reinforce_pp", "line"),
-    "kl_cov_of_a_file": (1, f"{LOW} --preset own.py:kl_cov --microbatches 1", "line"),
+    "kl_cov_of_a_file": (1, f"{LOW} --preset own.py:kl_cov", "line"),
     "constants_of_sapo": (1, f"{LOW} --preset sapo --constant tau_positive=2 ddof=0", "line"),
     "sft": (1, f"{SFT} {FIT}", "line save"),
     "reward_model": (1, f"{REWARD_MODEL} {FIT}", "line"),

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from grpo_jax.runs import flags, runner
+from grpo_jax.commands import flags
+from grpo_jax.runs import runner
 
 WHERE = Path(__file__).parents[1] / "rl"
 

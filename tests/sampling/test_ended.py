@@ -15,18 +15,18 @@ from grpo_jax.config import recipe
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import first_devices
 from grpo_jax.functional.products import GPU
-from grpo_jax.models import geometry
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.rows import geometry
 from grpo_jax.rl.interaction import sample_completions
 from grpo_jax.rl.source import make_sampler
 from grpo_jax.rl.types import SAMPLING, noise_of
-from grpo_jax.sampling.sampler import Truncation
+from grpo_jax.sampling.sampler import Limits
 
 V, TOKENS, NUM_PROMPTS, GROUP = 30, 64, 16, 8
 ROWS = row_numbers(NUM_PROMPTS, GROUP)
 TEMPERATURE = np.linspace(0, 1.5, ROWS.size, dtype=np.float32).reshape(ROWS.shape)  # the first is greedy
-LIMITS = Truncation(ROWS % 9, 0.7 + TEMPERATURE / 4, TEMPERATURE / 50)
+LIMITS = Limits(ROWS % 9, 0.7 + TEMPERATURE / 4, TEMPERATURE / 50)
 
 
 def random_prompts(num_prompts, vocab_size, width=6):

@@ -10,11 +10,11 @@ import pytest
 from tiny import row_numbers, sampler_of
 
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.source import to_batch
 from grpo_jax.sampling.episodes import begin_episodes, continue_episodes
-from grpo_jax.step import score_completion_tokens, states_of
+from grpo_jax.scoring import score_completion_tokens, states_of
 
 V, EOS, OWN, OTHERS = 9, (7, 8), 9, 44
 N, G = 2, 3

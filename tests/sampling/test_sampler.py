@@ -13,10 +13,10 @@ from tiny import ragged_prompts, random_params, row_numbers, sampler_of
 
 from grpo_jax.functional import token_logprobs
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rl.types import step_key
-from grpo_jax.sampling.sampler import Truncation, draw_noise, sample_categorical, truncate
+from grpo_jax.sampling.sampler import Limits, draw_noise, limit_logits, sample_categorical
 
 # ---- one token
 
@@ -146,7 +146,7 @@ def allowed(logits, top_k=0, top_p=1.0, min_p=0.0):
 
 @jax.jit
 def finite_after(logits, truncation):
-    return jnp.isfinite(truncate(logits, truncation, ROWS))
+    return jnp.isfinite(limit_logits(logits, truncation, ROWS))
 
 
 def per_row(elements, dtype):
@@ -166,7 +166,7 @@ def test_truncation_equals_sorting(logits, top_k, top_p, min_p):
         *(allowed(logits[row], top_k[row], top_p[row], min_p[row]) for row in np.ndindex(ROWS)), strict=True
     )
     assume(min(margin) > 1e-5)  # at a tie between masses, float32 may round either way
-    finite = finite_after(logits, Truncation(top_k, top_p, min_p))
+    finite = finite_after(logits, Limits(top_k, top_p, min_p))
     np.testing.assert_array_equal(finite, np.reshape(keep, (*ROWS, V)))
 
 
@@ -337,7 +337,7 @@ def test_scored_logprobs_equal_sampler_logprobs(params, prompts, sample, score, 
     if limits is not None:
         dtypes = np.int32, np.float32, np.float32
         limits = [np.broadcast_to(np.asarray(x, dtype), MIXED.shape) for x, dtype in zip(limits, dtypes, strict=True)]
-    truncation = None if limits is None else Truncation(*limits)
+    truncation = None if limits is None else Limits(*limits)
     out = sample(params, prompts, row_numbers(8, GROUP), jax.random.key(1), temperature, truncation)
     ids, mask = np.asarray(out.completion_ids), np.asarray(out.completion_mask)
     logprobs, logits = map(np.asarray, score(ids, temperature))
@@ -360,7 +360,7 @@ def test_scored_logprobs_equal_sampler_logprobs(params, prompts, sample, score, 
 def test_supports_are_the_tokens_that_truncation_leaves(params, prompts, sample, score, limits, size):
     """With 4 tokens some supports do not fit. They are then their likeliest tokens, and the sampled one."""
     keeping = sampler_of(POLICY, max_tokens=TOKENS, eos_ids=EOS_IDS, pad_id=PAD_ID, support_size=size)
-    arguments = params, prompts, row_numbers(8, GROUP), jax.random.key(1), 0.7, Truncation(*limits)
+    arguments = params, prompts, row_numbers(8, GROUP), jax.random.key(1), 0.7, Limits(*limits)
     out, plain = keeping(*arguments), sample(*arguments)
     np.testing.assert_array_equal(out.completion_ids, plain.completion_ids)
     mask, support_ids = np.asarray(out.completion_mask), np.asarray(out.support_ids)

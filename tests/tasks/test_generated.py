@@ -211,13 +211,13 @@ def test_levels_rise_and_options_stay(pretrained):
     with opened(pretrained, "sums?low=20", num_prompts=8, num_heldout=3, has_levels=True) as task:
         window, highest = empty_window(8, 4), []
         for step, reward in enumerate([0.5, 1, 1, 1]):
-            drawn = task.curriculum(window, step, 0.75)
-            highest.append({example["level"] for example in drawn.prompts.examples})
-            assert drawn.metrics["curriculum_level_1_sums"] == max(highest[-1])
-            numbers = [int(x) for example in drawn.prompts.examples for x in example["question"][:-1].split("+")]
+            prompts, numbers_drawn, metrics = task.curriculum(window, step, 0.75)
+            highest.append({example["level"] for example in prompts.examples})
+            assert metrics["curriculum_level_1_sums"] == max(highest[-1])
+            numbers = [int(x) for example in prompts.examples for x in example["question"][:-1].split("+")]
             assert min(numbers) >= 20
             assert max(numbers) <= (30, 60)[max(highest[-1])]
-            window = add_step(window, drawn.numbers, np.full((8, 4), reward))
+            window = add_step(window, numbers_drawn, np.full((8, 4), reward))
         assert {example["level"] for example in task.heldout.examples} == {None}
     assert highest == [{0}, {0}, {1}, {1}]
 

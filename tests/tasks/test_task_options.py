@@ -8,11 +8,11 @@ from tiny import TEMPLATE, refused, write_rows
 
 from experiments.tasks import arithmetic
 from grpo_jax.commands import evaluate
+from grpo_jax.commands.export import model_card
 from grpo_jax.data.types import Completion, Component, hash_file
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
 from grpo_jax.rewards.reward import open_rewards, parse_reward, to_rewards
-from grpo_jax.runs.export import model_card
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 
 BUILTIN = "grpo_jax.rewards.builtin:"
@@ -65,7 +65,7 @@ def test_what_cannot_be_read_is_refused(text, sentence):
 def test_a_weight_in_python_is_finite():
     for weight in (float("inf"), float("nan"), 1e39):
         with refused("the weight of the reward length is"):
-            to_rewards({"length": Component(lambda rows, texts: [1.0], weight)}).score([{}], [Completion("")])
+            to_rewards({"length": Component(lambda rows, texts: [1.0], weight)}).grade([{}], [Completion("")])
 
 
 def test_opened_rewards_are_weighted_and_see_whole_groups(tmp_path):

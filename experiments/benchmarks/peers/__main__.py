@@ -32,7 +32,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from experiments.benchmarks.peers.environments import FOLDER, environment, run_on, run_plan
 from experiments.benchmarks.peers.recorder import LINES, Plan
 from experiments.benchmarks.shapes import SHAPES, CpuShape, Shape, end_ids, random_prompts
-from grpo_jax.models.huggingface import save_pretrained
+from experiments.new_models import save_new_model
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.files import read_lines, write_json
 
@@ -77,7 +77,7 @@ def shape_plan(shape: Shape, steps: int, folder: Path) -> Plan:
     """Returns the plan of a shape, and writes its model with random weights and a tokenizer of decimal ids."""
     model, home = shape.model, folder / "model"
     unknown, pad, eos = range(model.vocab_size - 3, model.vocab_size)
-    save_pretrained(home, decoder_policy(model).init(jax.random.key(0)), model)
+    save_new_model(home, decoder_policy(model).init(jax.random.key(0)), model)
     words = Tokenizer(WordLevel({str(i): i for i in range(model.vocab_size)}, unk_token=str(unknown)))
     words.pre_tokenizer = WhitespaceSplit()
     special = {"unk_token": str(unknown), "pad_token": str(pad), "eos_token": str(eos)}

@@ -35,10 +35,10 @@ from experiments.benchmarks.peers.recorder import LINES, Plan
 from experiments.benchmarks.race import results
 from experiments.benchmarks.race.plans import export_warm_start, make_plan
 from experiments.benchmarks.race.races import DIFFERENCES, ENTRANTS, RACES, Entrant
+from grpo_jax.commands.flags import refusing
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.options import Size, at_least, check_known, check_ranges
 from grpo_jax.runs.files import read_lines, read_object, write_json
-from grpo_jax.runs.flags import refusing
 
 # Programs of any size and compilation time are kept, as by this library's commands.
 CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}

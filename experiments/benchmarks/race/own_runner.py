@@ -14,14 +14,15 @@ import numpy as np
 from experiments.benchmarks.race.races import RACES, race_config, race_task
 from grpo_jax.config import ModelOptions
 from grpo_jax.data.types import Completion, Example
-from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.decoder.transformer import Params
+from grpo_jax.models.files.weights import save_params
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.transformer import Params
-from grpo_jax.models.weights import save_params
-from grpo_jax.prepare import RunOptions, begin, load_models, prepare
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.step import Batch, score_completion_tokens
-from grpo_jax.training import train
+from grpo_jax.scoring import score_completion_tokens
+from grpo_jax.step import Batch
+from grpo_jax.training.phases import train
+from grpo_jax.training.prepare import RunOptions, begin, load_models, prepare
 
 
 def main(recorder: Recorder) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 from experiments.arithmetic import MODEL, WarmStart, warm_start
 from experiments.benchmarks.peers.recorder import Plan
 from experiments.benchmarks.race.races import RACES, Entrant, race_task
+from grpo_jax.commands.export import Options, export
 from grpo_jax.data.types import rng
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.folder import RunFolder
 
 

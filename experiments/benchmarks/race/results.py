@@ -12,9 +12,9 @@ from rich.table import Table
 
 from experiments.benchmarks.peers.recorder import LINES, snapshot_folder
 from experiments.benchmarks.race.races import ENTRANTS, RACES, race_config, race_task
+from grpo_jax.models.files.weights import load_params
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.weights import load_params
 from grpo_jax.rl.evaluate import evaluate, sample_heldout
 from grpo_jax.rl.source import make_sampler
 from grpo_jax.runs.files import read_lines
@@ -42,7 +42,7 @@ def heldout_reward(name: str, model: Path, data: str = "") -> Callable[[Path], f
     @cache
     def reward(folder: Path) -> float:
         params = load_params(folder, pretrained.config)
-        return float(evaluate(sample_heldout(sampler, params, task, config), task).scores.mean())
+        return float(evaluate(sample_heldout(sampler, params, task, config), task).rewards.mean())
 
     return reward
 

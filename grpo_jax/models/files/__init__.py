@@ -1,0 +1,1 @@
+"""Files of models: their formats, names and fields."""

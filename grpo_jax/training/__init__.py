@@ -1,0 +1,1 @@
+"""Turns options into a running method: prepares it, trains phases, and offers both as one object."""
