@@ -212,7 +212,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     return _split_estimate(model, shape, whole)
 
 
-_LEARNING = ("optimizer", "start", "scorer", "support", "scoring", "gradients", "updates", "activations")
+_LEARNING = ("optimizer", "start", "scorer", "rollout", "scoring", "gradients", "updates", "activations")
 _SAMPLING = ("decoding", "cache", "choosing")
 
 
@@ -600,7 +600,7 @@ def choose(
         needs = _in_gib(others.estimate.peak)
         raise UsageError(
             f"a device that only samples needs about {needs} GiB of {_in_gib(limit)}: set sampler_fsdp "
-            "or sampler_tensor higher, or max_tokens lower; or set microbatches and remat, and nothing is planned"
+            "or sampler_tensor higher, or max_tokens lower; or set piece_tokens and remat, and nothing is planned"
         )
     chosen = next((plan for plan in plans if plan.fits), None)
     if chosen is None:
