@@ -214,17 +214,12 @@ def _place(index: Any, part: tuple[int, ...], counts: tuple[int, ...], offset: t
 def make_cut(way: Way, source: Sharding) -> Callable[[jax.Array], list[jax.Array]]:
     """Makes the program that cuts each part of a parameter into pieces: into arrays with one piece of each part."""
 
-    def cut(x: jax.Array) -> list[jax.Array]:
-        cut_axes = x.reshape(_interleaved(map(operator.floordiv, x.shape, way.source), way.cuts, way.piece))
-        shape = [n // count for n, count in zip(x.shape, way.cuts, strict=True)]
-        whole = (slice(None),)
-        return [
-            cut_axes[tuple(entry for place in offset for entry in (*whole, place, *whole))].reshape(shape)
-            for offset in np.ndindex(way.cuts)
-        ]
+    def cut(part: jax.Array) -> list[jax.Array]:
+        starts = (tuple(map(operator.mul, offset, way.piece)) for offset in np.ndindex(way.cuts))
+        return [jax.lax.slice(part, start, tuple(map(operator.add, start, way.piece))) for start in starts]
 
     spread = NamedSharding(source.mesh, PartitionSpec()) if way.gathers else source  # type: ignore[attr-defined]
-    return jax.jit(cut, out_shardings=spread)
+    return _on_each_device(cut, spread)
 
 
 @cache
@@ -232,23 +227,24 @@ def make_join(way: Way, target: Sharding) -> Callable[[list[jax.Array]], jax.Arr
     """Makes the program that joins such pieces to the parts of the sampler's devices."""
 
     def join(pieces: list[jax.Array]) -> jax.Array:
-        numbers = [n // length for n, length in zip(pieces[0].shape, way.piece, strict=True)]
-        shape = _interleaved(numbers, [1] * len(numbers), way.piece)
         rest = iter(pieces)
 
         def joined(axis: int) -> jax.Array:
             """Joins the next pieces along this axis and the axes after it."""
-            if axis == len(numbers):
-                return next(rest).reshape(shape)
-            return jnp.concatenate([joined(axis + 1) for _ in range(way.joins[axis])], 3 * axis + 1)
+            if axis == len(way.piece):
+                return next(rest)
+            return jnp.concatenate([joined(axis + 1) for _ in range(way.joins[axis])], axis)
 
-        return joined(0).reshape([n * count for n, count in zip(pieces[0].shape, way.joins, strict=True)])
+        return joined(0)
 
-    return jax.jit(join, out_shardings=target)
+    return _on_each_device(join, target)
 
 
-def _interleaved(*rows: Iterable[int]) -> list[int]:
-    return [number for numbers in zip(*rows, strict=True) for number in numbers]
+def _on_each_device(fn: Callable[[Any], Any], spread: Sharding) -> Callable[[Any], Any]:
+    """Compiles a function that acts on each device's part of arrays with this sharding."""
+    if isinstance(spread, NamedSharding):
+        fn = jax.shard_map(fn, mesh=spread.mesh, in_specs=spread.spec, out_specs=spread.spec)
+    return jax.jit(fn)
 
 
 # ---- rollouts
