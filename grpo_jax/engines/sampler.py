@@ -71,6 +71,11 @@ def sampler_of(
     def save(folder: Path, params: Params) -> None:
         if isinstance(params, Adapted):
             peft.save_adapter(folder, pretrained.config, params, base=str(pretrained.folder))
+        elif hosts.count() > len(options.engine):
+            raise UsageError(
+                f"{hosts.count()} hosts share servers, which can hold adapters of both, but no other weights: set "
+                "lora_rank, or name a server for each host in engine"
+            )
         else:
             # A server that rounds to the nearest bfloat16 number then has the policy's numbers. On the host it need not
             # wait for the devices.

@@ -165,10 +165,11 @@ def run_of(
       task: The task.
       **options: Options of the run.
     """
-    programs = make_programs(POLICY, task, with_options(CONFIG, staleness=staleness, **options))
-    config = programs.config
     if task is TASK and not options:
         programs = programs_of(staleness)
+    else:
+        programs = make_programs(POLICY, task, with_options(CONFIG, staleness=staleness, **options))
+    config = programs.config
     run = RunFolder(folder, dataclasses.asdict(config))
     programs = change(programs._replace(sampler=sampler_at(servers, config, task, **(engine or {}))))
     params = {"policy": params_of(rank)}
@@ -189,8 +190,8 @@ def assert_same_runs(one, other):
 
 def journal_of(folder):
     """Returns the digests of the requests whose completions are in the journal of a run."""
-    file = folder / "journal/completions.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    files = folder.glob("journal/completions*.jsonl")
+    lines = [line for file in files for line in file.read_text().splitlines(keepends=True)]
     return [json.loads(line)["request"] for line in lines if line.endswith("\n")]
 
 

@@ -3,10 +3,16 @@
 import itertools
 import json
 import multiprocessing
+import os
 import random
+import re
+import socket
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,12 +28,14 @@ from beside_runs import (
     run_in_process,
     run_of,
 )
-from tiny import says_three
+from tiny import read_lines, says_three
 
 from grpo_jax.data.episodes import Reply, environment
 from grpo_jax.errors import Interruption
 from grpo_jax.runs.checkpoint import saved_steps
 from grpo_jax.runs.folder import WAIT_SHARES
+
+WORKER = Path(__file__).with_name("one_of_hosts.py")
 
 
 class Stop(Exception):
@@ -356,3 +364,64 @@ def test_killed_runs_resume_bit_for_bit_and_ask_for_no_kept_completion(servers, 
         assert len({*asked}) == len(asked)
     assert process.exitcode == 0
     assert_same_runs(run_of(cut, servers, staleness, rank=rank), whole)  # nothing is left to do
+
+
+# ---- several hosts
+
+
+def launch(run, servers, rank):
+    """Starts two hosts with one device each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = re.sub(r"(device_count)=\d+", r"\1=1", os.environ["XLA_FLAGS"])
+    flags += " --xla_cpu_multi_thread_eigen=false --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    urls = [server.url for server in servers]
+
+    def begin(index):
+        command = [sys.executable, WORKER, address, "2", str(index), str(run), str(rank), *urls]
+        log = run.with_name(f"{run.name}-{index}.log").open("a")
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    return [begin(index) for index in range(2)]
+
+
+def logs(run):
+    return "".join(file.read_text() for file in run.parent.glob(f"{run.name}-*.log"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_each_host_asks_for_its_groups_and_a_killed_host_ends_the_other(servers, tmp_path, rank):
+    for process in launch(tmp_path / "whole", servers, rank):
+        assert process.wait(240) == 0, logs(tmp_path / "whole")
+    asked = pop_requests(servers)
+    assert len({*asked}) == len(asked) == COUNT * (CONFIG.steps + 1)
+    run_of(tmp_path / "one", servers, 1, rank=rank)
+    lines = [read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "one")]
+    # The start samples the first two rollouts. The sums of later updates have another order, and so other hashes.
+    assert [line["reward"] for line in lines[0][:2]] == [line["reward"] for line in lines[1][:2]]
+    pop_requests(servers)
+    cut = tmp_path / "cut"
+    for victim in (1, 0):
+        kept = {*journal_of(cut)}
+        processes = launch(cut, servers, rank)
+        while len(requests := [x for server in servers for x in server.digests()]) < 3 * COUNT:
+            assert all(process.poll() is None for process in processes), logs(cut)
+            time.sleep(0.01)
+        processes[victim].kill()
+        killed = time.monotonic()
+        assert processes[1 - victim].wait(60) != 0
+        assert time.monotonic() - killed < 60
+        while any(server.current for server in servers):
+            time.sleep(0.01)
+        assert not {*requests} & kept
+        pop_requests(servers)
+    kept = {*journal_of(cut)}
+    resumed = servers[:1] if rank else servers  # adapters of both hosts fit on one server
+    for process in launch(cut, resumed, rank):
+        assert process.wait(240) == 0, logs(cut)
+    assert not {*pop_requests(servers)} & kept
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (cut / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
