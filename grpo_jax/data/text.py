@@ -10,6 +10,7 @@ import numpy as np
 from grpo_jax.data.types import Completion, Prompt, Span
 from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.models.chat import (
+    ENCODING,
     Chat,
     Message as Message,
     check_roles,
@@ -181,7 +182,8 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool) 
     token_ids = []
     for start in show_progress(range(0, len(texts), _BATCH), f"encoding, {_BATCH} texts at a time"):
         batch = list(texts[start : start + _BATCH])
-        encoded = tokenizer(batch, add_special_tokens=special_tokens, return_attention_mask=False)
+        with ENCODING:
+            encoded = tokenizer(batch, add_special_tokens=special_tokens, return_attention_mask=False)
         token_ids += [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
     return token_ids
 

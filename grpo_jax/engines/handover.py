@@ -1,19 +1,21 @@
-"""How parameters get to a server, and how it shows that it holds them. Each way is four functions, as data.
+"""How parameters get to a server, and how it shows that it holds them. Each way is functions, as data.
 
 The trainer writes parameters to a folder whose name is their version. vLLM's weights are loaded while it is paused, and
 its cache of prompts is emptied before it resumes. `engines.worker` makes vLLM load them by a class of ours, which also
 packs a tied head again and keeps the version next to the parameters. Adapters are loaded under the version as a name.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from grpo_jax.engines.completions import Complete, ScoredText, score_prompt
-from grpo_jax.engines.http import KEY, Failure, Gone, Refused, ask, decode_answer
+from grpo_jax.engines.http import KEY, Connections, Failure, Gone, Refused, ask, decode_answer
 from grpo_jax.errors import Interruption
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.params.tree import Adapted
@@ -37,13 +39,21 @@ class Server:
     kind: str  # "vllm" or "sglang"
     timeout: float  # seconds for one answer
     model: str = ""  # its name for the model that it was started with
-    version: str = ""  # the version of the parameters that it was last proven to hold; "": unknown
+    # the versions of the parameters that it was proven to hold, the newest last: one, or several adapters
+    versions: list[str] = field(default_factory=list)
     answers: bool = True  # false after a request in vain
     has_worker: bool | None = None  # true if it runs `engines.worker`; None: unknown
+    loading: Any = field(default_factory=threading.Lock)  # held while it loads parameters
+    waiting: Connections = field(default_factory=WeakSet)
+
+    @property
+    def version(self) -> str:
+        """The newest version that it holds; "": unknown."""
+        return self.versions[-1] if self.versions else ""
 
     def forget(self) -> None:
         """Forgets what the server holds, since it may have been started again."""
-        self.version, self.has_worker = "", None
+        self.versions, self.has_worker = [], None
 
     def ask(self, path: str, body: Any = None) -> bytes:
         """Sends a request and returns the answer.
@@ -54,7 +64,7 @@ class Server:
         """
         timeout = min(self.timeout, SOON) if body is None else self.timeout
         try:
-            return ask(self.url + path, body, timeout=timeout)
+            return ask(self.url + path, body, timeout=timeout, waiting=self.waiting)
         except Refused as error:
             if error.code == _NOT_FOUND and path == COMPLETIONS and _names_adapter(self, body):
                 raise Gone(str(error)) from None  # it was started again, and has no adapters
@@ -80,19 +90,21 @@ def cure_of(path: str, error: Failure) -> str:
 
 
 class Handover(NamedTuple):
-    """A way of handing parameters over, as four functions, and the fields of requests that name the parameters."""
+    """A way of handing parameters over, as five functions, and the fields of requests that name the parameters."""
 
     # (server, version) -> true if the server holds this version; None: it does not say
     holds: Callable[[Server, str], bool | None]
     # (server, folder) -> None, once the server has loaded the folder
     send: Callable[[Server, Path], None]
-    # (server, version) -> None, once the server forgot the previous parameters and samples again
+    # (server, version) -> None, once the server samples again
     finish: Callable[[Server, str], None]
-    # (complete, sample, text) -> texts that the server scored, from which it follows which parameters it holds: tokens
-    # that `sample(complete)` lets it sample, and perhaps the text
-    proof: Callable[[Complete, Callable[[Complete], ScoredText], list[int]], list[ScoredText]]
+    # (complete, sample, text, whether it is enough to score the text) -> texts that the server scored, from which it
+    # follows which parameters it holds: tokens that `sample(complete)` lets it sample, and perhaps the text
+    proof: Callable[[Complete, Callable[[Complete], ScoredText], list[int], bool], list[ScoredText]]
     # (server, version) -> fields of a request
     fields: Callable[[Server, str], Mapping[str, Any]]
+    # (server, version) -> None, once the server forgot this older version. None: it holds one version at a time
+    unload: Callable[[Server, str], None] | None = None
 
     def complete(self, server: Server, version: str, body: Mapping[str, Any]) -> bytes:
         """Sends a request for a completion with a version of the parameters."""
@@ -102,12 +114,16 @@ class Handover(NamedTuple):
 # ---- proofs
 
 
-def _prove_both(complete: Complete, sample: Callable[[Complete], ScoredText], text: list[int]) -> list[ScoredText]:
-    sampled = sample(complete)  # first, since scoring a prompt would fill the cache with it again
-    return [score_prompt(complete, text), sampled]
+Sample = Callable[[Complete], ScoredText]
 
 
-def _prove_sampled(complete: Complete, sample: Callable[[Complete], ScoredText], text: list[int]) -> list[ScoredText]:
+def _prove_both(complete: Complete, sample: Sample, text: list[int], is_enough: bool) -> list[ScoredText]:
+    # Sampling comes first, since scoring a prompt would fill the cache with it again.
+    sampled = [] if is_enough else [sample(complete)]
+    return [score_prompt(complete, text), *sampled]
+
+
+def _prove_sampled(complete: Complete, sample: Sample, text: list[int], is_enough: bool) -> list[ScoredText]:
     return [sample(complete)]
 
 
@@ -186,25 +202,25 @@ def _load_adapter(root: str, server: Server, folder: Path) -> None:
 
 
 def _unload_adapter(root: str, server: Server, version: str) -> None:
-    if server.version:
-        with suppress(Gone, Interruption):  # a restarted server does not know it
-            server.ask(f"{root}/unload_lora_adapter", {"lora_name": server.version})
+    with suppress(Gone, Interruption):  # a restarted server does not know it
+        server.ask(f"{root}/unload_lora_adapter", {"lora_name": version})
+
+
+def _says_nothing(server: Server, version: str) -> None:
+    return None
 
 
 VLLM_ADAPTERS = Handover(
     _lists_adapter,
     partial(_load_adapter, "/v1"),
-    partial(_unload_adapter, "/v1"),
+    _says_nothing,
     _prove_both,
     lambda server, version: _name_model(server, version) | {"model": version},
+    partial(_unload_adapter, "/v1"),
 )
 
 
 # ---- SGLang
-
-
-def _says_nothing(server: Server, version: str) -> None:
-    return None
 
 
 def _update_from_disk(server: Server, folder: Path) -> None:
@@ -226,9 +242,10 @@ SGLANG = Handover(
 SGLANG_ADAPTERS = Handover(
     _says_nothing,
     partial(_load_adapter, ""),
-    partial(_unload_adapter, ""),
+    _says_nothing,
     _prove_sampled,
     lambda server, version: {"model": server.model, "lora_path": version},
+    partial(_unload_adapter, ""),
 )
 
 

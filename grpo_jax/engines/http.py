@@ -11,6 +11,7 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 # The environment variable with the server's key.
 KEY = "ENGINE_API_KEY"
@@ -43,13 +44,17 @@ class Refused(Failure):
     """The server refuses a request, so that repeating it would not help."""
 
 
-def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
+Connections = WeakSet[http.client.HTTPConnection]  # those of requests; one whose answer is there has no socket
+
+
+def ask(url: str, body: Any = None, *, timeout: float, waiting: Connections | None = None) -> bytes:
     """Sends a request to a server and returns the answer. Redirects are not followed.
 
     Args:
       url: The address of the resource.
       body: The body to POST as JSON. None: a GET request.
       timeout: Seconds until the whole answer must be there.
+      waiting: Receives the connection, so that `cut` can break it. Default: a set that nobody reads.
 
     Raises:
       Gone: The server does not answer in time, or answers that it cannot now.
@@ -66,6 +71,7 @@ def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
         with closing(_SCHEMES[parts.scheme](parts.hostname, parts.port, timeout=timeout)) as connection:
             connection.response_class = partial(_Answer, ends=ends)
             target = parts._replace(scheme="", netloc="").geturl() or "/"
+            (WeakSet() if waiting is None else waiting).add(connection)
             connection.request("GET" if data is None else "POST", target, data, headers)
             with connection.getresponse() as answer:
                 return _read(answer)
@@ -75,6 +81,14 @@ def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
         raise Refused(f"its address is not like http://host:8000 ({without_key(error)})") from None
     except (OSError, http.client.HTTPException) as error:
         raise Gone(without_key(error)) from None
+
+
+def cut(waiting: Connections) -> None:
+    """Breaks connections, so that their requests raise `Gone` at once. A server then stops to work on them."""
+    for connection in tuple(waiting):
+        if (connected := connection.sock) is not None:
+            with suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
 
 
 def decode_answer(answer: bytes) -> Any:

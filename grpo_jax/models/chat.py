@@ -17,7 +17,7 @@ from datetime import date
 from functools import cache, lru_cache, partial
 from hashlib import sha256
 from itertools import pairwise
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any, NamedTuple
 
 from grpo_jax.errors import UsageError, abbreviate, reason_of
@@ -36,6 +36,7 @@ _SECONDS, _CHARACTERS = 5.0, 20_000_000  # limits of what a template takes and w
 _ATTEMPTS = 10  # to stop a template
 _DELIMITERS = 1024  # orders of messages whose delimiters are remembered
 DEEPEST = 100  # levels of JSON
+ENCODING = Lock()  # held while a tokenizer encodes, in which transformers keeps the options of the call
 _ANSWER, _REPLY = "answer-of-the-assistant", "reply-to-the-assistant"  # contents by which the template is explored
 
 
@@ -562,7 +563,8 @@ def continue_text(tokenizer: Any, text: str, **options: bool) -> list[int]:
     """
 
     def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False, **options)["input_ids"] if text else []
+        with ENCODING:
+            return tokenizer(text, add_special_tokens=False, **options)["input_ids"] if text else []
 
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     known = encode("a")

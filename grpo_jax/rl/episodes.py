@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax import hosts
 from grpo_jax.config import SamplingConfig
 from grpo_jax.data.episodes import ENDINGS, FAILURES, MAX_CHARACTERS, Reply, episode_return
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.types import Completion, Example, Span, Turn
-from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices, to_numpy
+from grpo_jax.devices import Devices, jit_on_devices, map_rows, num_hosts, to_devices, to_numpy
 from grpo_jax.errors import UsageError
-from grpo_jax.hosts import check_alone
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rows.geometry import PromptTokens
@@ -38,12 +38,11 @@ Turns = Generator[Completions, tuple[np.ndarray, np.ndarray, np.ndarray], None]
 
 
 def check_turns(options: SamplingConfig) -> None:
-    """Raises if an environment has no room for its replies, or there are several hosts.
+    """Raises if an environment has no room for its replies.
 
     Raises:
       UsageError: Task and options conflict. The message says what to change.
     """
-    check_alone("environments")
     if options.max_turns > 1 and not options.environment_tokens:
         raise UsageError(
             "environment_tokens is 0, so no episode could go on after its first turn: set it to the tokens of all "
@@ -60,8 +59,13 @@ def make_episode_draw(
     """Returns the function `draw` of a `Sampler`. There is no single program.
 
     Raises:
-      UsageError: The policy cannot continue after a reply.
+      UsageError: The policy cannot continue after a reply, or several hosts would sample together.
     """
+    if num_hosts(devices) > 1:
+        raise UsageError(
+            f"environments reply on the host that samples, and {hosts.count()} hosts sample together: set "
+            "sampler_devices, so that each samples its own groups, or leave out --distributed"
+        )
     programs = episode_programs(policy, task, sampling, devices)
 
     def draw(params: Params, prompts: Prompts, numbers: Array, temperature: Array, noise: np.ndarray) -> Completions:
@@ -346,7 +350,8 @@ def report_episodes(task: Task, graded: Graded, step: int) -> tuple[dict[str, An
     Raises:
       UsageError: The environment failed in every episode of the first step. The message says how and where.
     """
-    statistics, failures = graded.statistics, failures_of(task)
+    statistics, of_hosts = graded.statistics, hosts.gather("failures of environments", failures_of(task))
+    failures = {name: sentence for each in of_hosts for name, sentence in each.items()}
     counts = np.bincount(statistics["ending"].ravel(), minlength=len(ENDINGS))
     endings = {name: int(count) for name, count in zip(ENDINGS, counts, strict=True) if count}
     if step == 0 and failures and endings.keys() <= {"raised", "not a reply", "died"}:

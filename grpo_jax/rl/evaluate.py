@@ -82,7 +82,7 @@ def sample_heldout(sampler: Sampler, params: Params, task: Task, config: GRPOCon
     Raises:
       UsageError: There are no prompts, too many prompts, or n is out of range.
     """
-    params, shape = place(params, sampler.devices), config.sampling
+    params, shape = sampler.take(place(params, sampler.devices)), config.sampling
 
     def start(call: Samples) -> Samples:
         temperatures = np.where(call.greedy, 0, shape.temperature).astype(np.float32)

@@ -28,10 +28,11 @@ from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.params.tree import TRAINED_ROLES, join
 from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rewards.reward import Rewards
+from grpo_jax.rl.beside import NO_JOURNAL, Journal, sampled_beside
 from grpo_jax.rl.grade import make_grading, read_completions, readable, reward_arrays
 from grpo_jax.rl.guards import make_damage_check, ratio_warning, support_warning
 from grpo_jax.rl.programs import Programs
-from grpo_jax.rl.source import by_solve_rate, make_draw, make_source, with_spread
+from grpo_jax.rl.source import Source, by_solve_rate, make_source, make_start, with_spread
 from grpo_jax.rl.types import REWARD_AXES, Learned, Rollout, Timed
 from grpo_jax.step import Batch, TrainState
 from grpo_jax.tasks.task import Task
@@ -42,7 +43,7 @@ OnRollout = Callable[[int, Rollout], None]  # (number of the step, from 1, grade
 class Iteration(NamedTuple):
     """The functions that an iteration of a phase calls."""
 
-    initial_source: Callable[[], Any]  # the state of the source before the first iteration
+    queue: Source  # the source, of which `source` samples
     # (state, step, on_dispatch) -> (state of the source, rollout)
     source: Callable[[TrainState, int, Callable[[], None]], tuple[Any, Rollout]]
     score: Callable[[TrainState, Batch], Batch]
@@ -50,6 +51,7 @@ class Iteration(NamedTuple):
     grade: Callable[[Rollout, int], Rollout]
     learn: Callable[[TrainState, Batch, Rollout, int], tuple[TrainState, Learned]]  # the state is donated
     line: Callable[[int, Rollout, Batch, Learned], StepLog]  # waits for the metrics of the update
+    is_beside: bool = False  # other threads sample, and the devices may still learn while the host grades
     on_rollout: OnRollout = lambda step, rollout: None  # called before the update
 
 
@@ -68,7 +70,7 @@ def iterate(
       The state after the iteration, and a function that waits for its metrics and returns its line.
     """
     # ---- sample: dispatch the sampling of completions, without waiting for them
-    source, rollout = it.source(state, step, on_dispatch)
+    source, rollout = it.source(state, step, (lambda: None) if it.is_beside else on_dispatch)
 
     # ---- score: queued after sampling, so that the devices work while the host grades
     batch = it.score(state, rollout.batch)
@@ -76,6 +78,8 @@ def iterate(
     # ---- grade: decode and reward completions on the host; dynamic sampling has done this already
     if rollout.graded is None:
         rollout = it.grade(rollout, step)
+    if it.is_beside:
+        on_dispatch()
     it.on_rollout(step + 1, rollout)
 
     # ---- learn: compute advantages, then use each prompt once per epoch, in shuffled minibatches
@@ -93,6 +97,7 @@ def make_iteration(
     config: GRPOConfig,
     *,
     timed: Timed,
+    journal: Journal = NO_JOURNAL,
 ) -> Iteration:
     """Builds the functions of a phase's iterations.
 
@@ -104,16 +109,21 @@ def make_iteration(
       rewards: The rewards of the run.
       config: Chooses the source of rollouts and how they are graded; supplies the seed, the devices and what is logged.
       timed: Adds the seconds of a block to the time of the named part of the iteration.
+      journal: Keeps completions, so that a run that was killed does not sample them again. Default: nothing is kept.
     """
     devices = devices_of(config)
     grade, report = make_grading(task, rewards, config, compares="critic" not in trained, timed=timed)
-    sample = make_draw(programs.sampler, task, config)
+    sampler, is_beside = programs.sampler, bool(config.sampling.staleness and programs.sampler.at_once)
+    sampler = sampler.with_journal(journal) if sampler.with_journal else sampler
+    start = make_start(sampler, task, config)
 
     def draw(policy: Params, *args: Any) -> Rollout:
         with timed("rollout"):
-            return sample(policy, *args)
+            return start(sampler.take(policy), *args)()
 
     source = make_source(draw, task, config)
+    if is_beside:
+        source = sampled_beside(start, sampler, task, config.sampling, timed=timed, journal=journal)
     if config.sampling.max_rollouts > 1:
         # A phase may replace the rewards of the task with others, which have other names.
         metric = config.sampling.filter_metric if config.sampling.filter_metric in rewards.components else ""
@@ -123,8 +133,8 @@ def make_iteration(
         source = by_solve_rate(draw, grade, report, task, config.sampling, devices)
 
     def sample_rollout(state: TrainState, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
-        if programs.sampler.program is None:  # it waits for the completions, which are no part of the previous step
-            on_dispatch()
+        if programs.sampler.program is None and not is_beside:
+            on_dispatch()  # before it waits for the completions, which are no part of the previous step
             return source.sample(state.source, join(state.params, frozen)["policy"], step, lambda: None)
         return source.sample(state.source, join(state.params, frozen)["policy"], step, on_dispatch)
 
@@ -168,7 +178,7 @@ def make_iteration(
             "tokens": {"rollout": rollout.metrics["tokens"], "update": config.optimizer.epochs * tokens},
             "update_flops": flops * config.optimizer.epochs * tokens,
             "peak_flops": peak_flops(size(devices)),
-            "numbers": {f"{way}_bytes": count for way, count in pop_bytes_moved().items()},
+            "numbers": {f"{way}_bytes": count for way, count in pop_bytes_moved().items()} | sampler.pop_times(),
         }
 
         def skipped_arrays() -> dict[str, Any]:
@@ -198,10 +208,11 @@ def make_iteration(
         )
 
     return Iteration(
-        initial_source=source.initial_state,
+        queue=source,
         source=sample_rollout,
         score=score,
         grade=lambda rollout, step: report(grade(rollout), step),
         learn=learn,
         line=line,
+        is_beside=is_beside,
     )

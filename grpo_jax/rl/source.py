@@ -38,6 +38,15 @@ class Sampler(NamedTuple):
     # engine samples, or several programs do
     program: Callable[..., Completions] | None = None
     group_tokens: int = 0  # tokens of a prompt's completions, G · T. 0: prompts are never cut
+    # Dispatches a copy of the policy that the next update, which donates the state, does not touch. The result is the
+    # `params` of `sample`
+    take: Callable[[Params], Any] = lambda params: params
+    at_once: int = 0  # with staleness, the number of threads that call `sample`. 0: the trainer's thread calls it
+    cancel: Callable[[], None] = lambda: None  # ends what threads are sampling, which then raises an Interruption
+    pop_times: Callable[[], dict[str, float]] = dict  # returns seconds since the last call, for times.jsonl
+    with_journal: Callable[[Any], Any] | None = None  # `beside.Journal` -> the sampler that keeps completions in it
+    # (share of a step for which the trainer waits, and for which this sampler waits) -> a sentence about their balance
+    balance: Callable[[float, float], str] = lambda trainer, sampler: ""
 
     def sample(
         self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
@@ -71,7 +80,7 @@ class Sampler(NamedTuple):
 
     def complete(self, params: Params, *args: Any) -> Completions:
         """Samples as `sample` does, and returns NumPy arrays. The parameters may be on a single device."""
-        sampled = self.sample(place(params, self.devices), *args)[1]
+        sampled = self.sample(self.take(place(params, self.devices)), *args)[1]
         completions: Completions = all_rows(sampled, self.devices)
         return completions
 
@@ -116,6 +125,8 @@ def completion_numbers(sampling: SamplingConfig) -> np.ndarray:
 
 # (parameters of the policy, index of prompts and noise, other prompts than those of the index) -> rollout
 Draw = Callable[..., Rollout]
+# (what `Sampler.take` returns, index, other prompts) -> a function that samples the rollout
+Start = Callable[..., Callable[[], Rollout]]
 
 
 class Source(NamedTuple):
@@ -124,10 +135,13 @@ class Source(NamedTuple):
     # (state, parameters of the policy, step, on_dispatch) -> (state, rollout)
     sample: Callable[[Any, Params, int, Callable[[], None]], tuple[Any, Rollout]]
     initial_state: Callable[[], Any] = tuple  # returns arrays [N, ...]
+    settle: Callable[[Any], Any] = lambda state: state  # waits until the state consists of arrays
+    suspend: Callable[[Any], Any] = lambda state: state  # state -> the arrays that are there, without waiting
+    close: Callable[[], None] = lambda: None  # ends sampling that nobody needs any more
 
 
-def make_draw(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
-    """Returns the function that samples N groups.
+def make_start(sampler: Sampler, task: Task, config: GRPOConfig) -> Start:
+    """Returns the function that begins to sample N groups. It gets the prompts, which threads must not share.
 
     Args:
       sampler: Samples completions on the devices of the run.
@@ -137,23 +151,23 @@ def make_draw(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
     numbers = to_devices(completion_numbers(config.sampling), sampler.devices)
     temperature = to_devices(group_temperatures(config.sampling), sampler.devices)
 
-    def draw(policy: Params, index: int, prompts: Prompts | None = None) -> Rollout:
+    def start(params: Any, index: int, prompts: Prompts | None = None) -> Callable[[], Rollout]:
         prompts = task.prompts(index) if prompts is None else prompts
         if len(prompts.examples) != config.sampling.num_prompts:
             raise UsageError(
                 f"the task gave {len(prompts.examples)} prompts for {config.sampling.num_prompts}: set its num_prompts"
             )
         noise = noise_of(config.seed, SAMPLING, index)
-        return Rollout(prompts, sampler.sample(policy, prompts, numbers, temperature, noise)[0])
+        return lambda: Rollout(prompts, sampler.sample(params, prompts, numbers, temperature, noise)[0])
 
-    return draw
+    return start
 
 
 def make_source(draw: Draw, task: Task, config: GRPOConfig) -> Source:
     """Returns the source in which the current policy samples, or an older policy if the run sets `staleness`.
 
     Args:
-      draw: Samples a rollout, as returned by `make_draw`.
+      draw: Samples a rollout.
       task: Supplies the prompts.
       config: Supplies the staleness.
     """
@@ -179,7 +193,7 @@ def sampled_ahead(draw: Draw, task: Task, sampling: SamplingConfig) -> Source:
     later steps, so that a run can be extended.
 
     Args:
-      draw: Samples a rollout, as returned by `make_draw`.
+      draw: Samples a rollout.
       task: Supplies the prompts.
       sampling: The sampling options of the run.
     """
@@ -229,7 +243,7 @@ def by_solve_rate(
     """Returns the source that draws prompts by the rewards of earlier steps. Their window is its state.
 
     Args:
-      draw: Samples a rollout, as returned by `make_draw`.
+      draw: Samples a rollout.
       grade: Adds rewards to a rollout.
       report: (rollout, step) -> rollout with metrics and warnings.
       task: Supplies the curriculum.

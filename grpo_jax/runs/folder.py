@@ -13,6 +13,7 @@ import glob
 import json
 import os
 import re
+import threading
 import time
 import zlib
 from collections import defaultdict
@@ -28,11 +29,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax import hosts
-from grpo_jax.config import CriticConfig
+from grpo_jax.config import CriticConfig, SamplerConfig
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import peak_memory_mb
 from grpo_jax.errors import UsageError
 from grpo_jax.options import flattened, from_json, in_current_names, options_of
+from grpo_jax.rl.beside import NO_JOURNAL, Journal
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.files import (
     TEMPORARY,
@@ -48,11 +50,13 @@ from grpo_jax.runs.files import (
     write_parts,
     write_text,
 )
+from grpo_jax.runs.journal import open_journal
 from grpo_jax.runs.progress import RunConsole, Show, programs_so_far, progress, say, waiting
 
 Options = TypeVar("Options")
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
 _PHASE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
+WAIT_SHARES = "trainer_wait_share", "sampler_wait_share"  # in times.jsonl, if both work at the same time
 LINE = {"phase": str, "step": int}  # the fields of each line in these files
 # Auxiliary phases: the warm start and the control.
 SIDE_PHASES = ("warm", "control")
@@ -92,7 +96,10 @@ class RunFolder:
         self.path, self.writes = path, hosts.is_first()
         self.console = console or RunConsole(quiet=not self.writes)
         self._warned: set[str] = set()
-        self._seconds: dict[str, float] = {}
+        # work -> its seconds since the last line, the number of its open blocks, and when this was computed
+        self._work: dict[str, tuple[float, int, float]] = {}
+        self._clock = threading.Lock()  # blocks of several threads may be open
+        self._journal = NO_JOURNAL
         # Of the lines of a phase in a file, the number and the CRC-32
         self._lines = defaultdict[tuple[str, str], tuple[int, int]](lambda: (0, 0))
         self._started = self._logged = time.perf_counter()
@@ -201,11 +208,15 @@ class RunFolder:
         Returns:
           The numbers of the line.
         """
-        seconds, before, self._logged = dict(self._seconds), self._logged, time.perf_counter()
+        seconds, before, self._logged = self._pop_seconds(), self._logged, time.perf_counter()
         line = {"s": round(self._logged - self._started, 3), "step_s": round(self._logged - before, 4)}
         line |= {f"{work}_s": round(spent, 4) for work, spent in seconds.items()}
+        if "wait" in seconds:
+            shares = seconds["wait"] / line["step_s"], 1 - seconds.get("rollout", 0.0) / line["step_s"]
+            line |= {name: round(max(share, 0.0), 4) for name, share in zip(WAIT_SHARES, shares, strict=True)}
         for work, count in (tokens or {}).items():
-            line |= {f"{work}_tokens": count, f"{work}_tokens_per_s": round(count / seconds[work], 1)}
+            line |= {f"{work}_tokens": count}
+            line |= {f"{work}_tokens_per_s": round(count / seconds[work], 1)} if seconds.get(work) else {}
         if update_flops:
             done = update_flops / seconds["update"]
             line["update_tflops"] = float(f"{done / 1e12:.4g}")
@@ -214,7 +225,6 @@ class RunFolder:
         line |= {"peak_memory_mb": peak_memory_mb(), "compilations": compiled, "cache_reads": read}
         line |= numbers or {}
         self._append("times.jsonl", phase, step, line)
-        self._seconds.clear()
         return line
 
     def log_rollout(self, phase: str, step: int, groups: list[dict[str, Any]]) -> None:
@@ -303,9 +313,15 @@ class RunFolder:
             if (self.path / name).exists():
                 with (self.path / name).open("rb") as file:
                     os.fsync(file.fileno())
+        self._journal.turn_page()
         return {name: [*self._lines[phase, name]] for name in _PHASE_FILES}
 
     # ---- checkpoints, times, messages
+
+    def open_journal(self) -> Journal:
+        """Returns the journal of the phase that begins or continues."""
+        self._journal = open_journal(self.path / "journal")
+        return self._journal
 
     def checkpoints(self, phase: str, *, keep: int, keep_best: bool = False) -> Checkpoints:
         """Returns the checkpoints of a phase; `keep` and `keep_best` are those of `Checkpoints`."""
@@ -344,11 +360,28 @@ class RunFolder:
 
     @contextmanager
     def timed(self, work: str) -> Iterator[None]:
-        """Adds the seconds spent in the block to the time of `work`."""
-        start = time.perf_counter()
-        with jax.profiler.TraceAnnotation(work):
-            yield
-        self._seconds[work] = self._seconds.get(work, 0.0) + time.perf_counter() - start
+        """Adds the seconds spent in the block to the time of `work`. Blocks that are open at once count once."""
+        self._count_open(work, 1)
+        try:
+            with jax.profiler.TraceAnnotation(work):
+                yield
+        finally:
+            self._count_open(work, -1)
+
+    def _count_open(self, work: str, change: int) -> None:
+        with self._clock:
+            now = time.perf_counter()
+            seconds, number, since = self._work.get(work, (0.0, 0, now))
+            self._work[work] = seconds + (now - since if number else 0.0), number + change, now
+
+    def _pop_seconds(self) -> dict[str, float]:
+        """Returns the seconds of the works since the last call."""
+        for work in tuple(self._work):
+            self._count_open(work, 0)
+        with self._clock:
+            seconds = {work: spent for work, (spent, _, _) in self._work.items()}
+            self._work = {work: (0.0, number, since) for work, (_, number, since) in self._work.items() if number}
+        return seconds
 
     def progress(self, phase: str, total: int, completed: int = 0) -> AbstractContextManager[Show]:
         """Shows a progress bar, or prints lines without a terminal. Yields a function of the step and a few words."""
@@ -392,7 +425,8 @@ class RunFolder:
 # Options that a resumed run may change, because its results do not depend on them.
 FREE_OPTIONS = {"keep_checkpoints", "keep_best", "checkpoint_every", "wandb", "compilation_cache", "stop_code"}
 FREE_OPTIONS |= {"engine_dtype", "engine_timeout", "engine_folder"}
-ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
+# Options that change only rounding, with their defaults.
+ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1, **options_of(SamplerConfig())}
 FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 # Options that runs of earlier commits lack, with the values that they had in effect.
 _ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64, "constant": [], "optimizer": "adamw", "agent": ""}

@@ -146,6 +146,8 @@ def run_steps(
     step: Callable[[S, int, Callable[[], None]], tuple[S, Pending]],
     devices: Devices,
     axes: Any = None,
+    settle: Callable[[S], S] = lambda state: state,
+    suspend: Callable[[S], S] = lambda state: state,
     start: Mapping[str, float] | None = None,
     evaluate: Callable[[S, int], dict[str, float]] | None = None,
     evaluates_end: bool = True,
@@ -165,6 +167,8 @@ def run_steps(
         It calls `on_dispatch` once, after it has given work to the devices.
       devices: The devices of the state.
       axes: Says which arrays of the state are spread over devices, as in `devices.place`.
+      settle: Waits until a state consists of arrays, before it is saved.
+      suspend: Does the same after an Interruption, without waiting for what may never come.
       start: The numbers of step 0, if they are known. They are logged even if nothing else is evaluated.
       evaluate: (state, steps taken) -> numbers to log at step 0, every `eval_every` steps, and at the end.
       evaluates_end: Also evaluate the end if the last step is not a multiple of `eval_every`.
@@ -242,6 +246,7 @@ def run_steps(
                     if evaluated or save:
                         read(evaluated)
                     if save:  # only after the lines that the checkpoint covers
+                        state = settle(state)
                         checkpoints.save(state, reached)
                         saved = reached
                     if ends:
@@ -250,8 +255,8 @@ def run_steps(
                         break
             except Interruption:  # raised while a step or an evaluation samples, so the state is unchanged
                 read({})
-                if reached > saved:
-                    checkpoints.save(state, reached)
+                if reached > saved and hosts.count() == 1:  # the others do not know of it
+                    checkpoints.save(suspend(state), reached)
                 raise
     return state
 

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import numpy as np
 
 from grpo_jax.config import GRPOConfig, LoggingConfig
 from grpo_jax.devices import devices_of, place, pop_bytes_moved, to_devices
@@ -20,9 +21,10 @@ from grpo_jax.rl.evaluate import Evaluation, Samples, evaluate, num_heldout_call
 from grpo_jax.rl.grade import gather_failures
 from grpo_jax.rl.iteration import OnRollout, iterate, make_iteration
 from grpo_jax.rl.programs import Programs, check_programs, compile_ahead
+from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.update import with_fixed_reference
 from grpo_jax.runs.checkpoint import params_sha256, saved_steps
-from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.folder import WAIT_SHARES, RunFolder
 from grpo_jax.runs.progress import watched
 from grpo_jax.runs.runner import OnLine, Pending, run_steps
 from grpo_jax.statistics import paired_difference
@@ -89,31 +91,50 @@ def train(
     run.keep_inputs(phase, inputs_of(task) | config.sources)
     devices, logging = programs.sampler.devices, config.logging
     trained, frozen = split(with_fixed_reference(place(params, devices), config))
-    rewards = to_rewards(reward or task.reward)
-    it = make_iteration(phase, programs, trained, frozen, task, rewards, config, timed=run.timed)
+    rewards, journal = to_rewards(reward or task.reward), run.open_journal()
+    it = make_iteration(phase, programs, trained, frozen, task, rewards, config, timed=run.timed, journal=journal)
     it = it._replace(on_rollout=on_rollout)
 
     def initial_state() -> TrainState:
-        return programs.initial_state(trained)._replace(source=it.initial_source())
+        return programs.initial_state(trained)._replace(source=it.queue.initial_state())
+
+    def with_source(change: Callable[[Any], Any]) -> Callable[[TrainState], TrainState]:
+        return lambda state: state._replace(source=change(state.source))
 
     def take_step(state: TrainState, step: int, on_dispatch: Callable[[], None]) -> tuple[TrainState, Pending]:
         compile_ahead(programs, params, task, len(rewards.components))  # while the first step samples
         return iterate(it, state, step, on_dispatch)
 
-    return run_steps(
-        run,
-        phase,
-        config.steps,
-        logging,
-        initial_state=initial_state,
-        step=take_step,
-        devices=devices,
-        axes=STATE_AXES,
-        start=start,
-        evaluate=(lambda state, step: evaluate(join(state.params, frozen)["policy"], step)) if evaluate else None,
-        until=until,
-        on_line=on_line,
-    )
+    try:
+        state = run_steps(
+            run,
+            phase,
+            config.steps,
+            logging,
+            initial_state=initial_state,
+            step=take_step,
+            devices=devices,
+            axes=STATE_AXES,
+            settle=with_source(it.queue.settle),
+            suspend=with_source(it.queue.suspend),
+            start=start,
+            evaluate=(lambda state, step: evaluate(join(state.params, frozen)["policy"], step)) if evaluate else None,
+            until=until,
+            on_line=on_line,
+        )
+    finally:
+        it.queue.close()
+    journal.clear()
+    if words := balance_of(programs.sampler, run, phase, config.sampling.staleness):
+        run.say(f"{phase}: {words}")
+    return state
+
+
+def balance_of(sampler: Sampler, run: RunFolder, phase: str, staleness: int) -> str:
+    """Returns a sentence about who waited for whom in a phase, the sampler or the trainer; "" if they take turns."""
+    lines = [line for line in run.lines("times.jsonl") if line["phase"] == phase][1 + staleness :]
+    shares = [[line[name] for name in WAIT_SHARES] for line in lines if WAIT_SHARES[0] in line]
+    return sampler.balance(*np.mean(shares, axis=0)) if shares else ""
 
 
 # ---- on a data set

@@ -84,6 +84,8 @@ REFUSED = [
     ("episodes", "--environment game.py:nobody --environment-tokens 9", "has no 'nobody'"),
     ("task", "--tools game.py:add --reward exact_answer", "tools has no effect while max_turns is 1"),
     ("grpo", "--engine-folder x", "engine_folder has no effect while engine is ()"),
+    ("grpo", "--engine http://127.0.0.1:9 --devices 2 --sampler-devices 1", "is 1, but an engine samples"),
+    ("grpo", "--devices 4 --sampler-devices 2 --sampler-tensor 2", "is 2, but the model has 1 key-value heads"),
     ("grpo", "--engine http://127.0.0.1:9 --top-p 0.8", "set support to sampler, for vLLM and without staleness"),
     ("grpo", "--engine http://127.0.0.1:9 --top-k 2 --support sampler --staleness 1", "without staleness"),
     ("grpo", "--engine http://127.0.0.1:9 --min-p 0.1 --support sampler --engine-kind sglang", "for vLLM"),

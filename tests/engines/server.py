@@ -91,6 +91,8 @@ class Server:
                 pass
 
         class Quiet(ThreadingHTTPServer):
+            request_queue_size = 256  # a client would try again after a second, or three, or seven
+
             def handle_error(self, *_):  # the client may have gone
                 pass
 

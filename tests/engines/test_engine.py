@@ -51,7 +51,7 @@ def server():
 
 
 def score(params, ids, temperature):
-    return np.array(constant_score("", ids, temperature))
+    return lambda: np.array(constant_score("", ids, temperature))
 
 
 MODEL = {"save": save, "score": score, "read": partial(read_completion, vocab_size=VOCAB_SIZE), "dtype": "float32"}
@@ -274,9 +274,11 @@ def test_completions_of_a_restarted_server_are_drawn_again(server, tmp_path, mon
 
 
 def test_parameters_are_sent_once_and_leave_one_folder(server, tmp_path):
-    engine, first, second = engine_of(server, tmp_path), np.ones(2), np.zeros(2)
-    for params in (first, first, second):
-        complete(engine, params, ASKED[:1])
+    engine, first = engine_of(server, tmp_path), np.ones(2)
+    complete(engine, first, ASKED[:1])
+    complete(engine, first, ASKED[:1])
+    del first  # folders stay as long as their parameters
+    complete(engine, np.zeros(2), ASKED[:1])
     folders = server.loads()
     assert len(folders) == 2
     assert [str(folder) for folder in tmp_path.iterdir()] == [folders[1]]
@@ -337,7 +339,7 @@ def read_first(folder):
 
 def score_params(params, ids, temperature):
     params = params.adapters if isinstance(params, Adapted) else params
-    return np.full(len(ids) - 1, -float(params[0]) / temperature)
+    return lambda: np.full(len(ids) - 1, -float(params[0]) / temperature)
 
 
 @pytest.fixture

@@ -22,7 +22,9 @@ from tiny import TEMPLATE, read_lines, refused, tiny_config, write_rows, write_t
 
 from experiments.new_models import save_new_model
 from grpo_jax.commands import flags, grpo
+from grpo_jax.engines import sampler
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs.folder import WAIT_SHARES, RunFolder
 
 ROOT = Path(__file__).parents[2]
 VLLM = Path(os.environ.get("VLLM", ROOT / ".venv-vllm/bin/vllm"))
@@ -167,6 +169,39 @@ def test_a_restarted_server_changes_no_token(folder, serve, tmp_path):
     train(folder, tmp_path / "run", "untied", server.url, *options, steps=12)
     thread.join()
     assert tokens_of(tmp_path / "run") == tokens_of(tmp_path / "whole")
+
+
+class Stop(Exception):
+    """The exception that breaks a run off."""
+
+
+@pytest.mark.parametrize("adapters", [(), ("--lora-rank", 4)], ids=["full", "lora"])
+def test_sampling_alongside_training_changes_no_token(folder, serve, tmp_path, monkeypatch, adapters):
+    """Nor does a run that breaks off between two checkpoints and is resumed."""
+    url = serve("untied", *RIGHT).url
+    options = (*adapters, "--rollouts-every", 1, "--staleness", 1, "--checkpoint-every", 4)
+    with monkeypatch.context() as patch:
+        make = sampler.sampler_of
+        patch.setattr(sampler, "sampler_of", lambda *args, **kwargs: make(*args, **kwargs)._replace(at_once=0))
+        train(folder, tmp_path / "turns", "untied", url, *options, steps=12)
+    train(folder, tmp_path / "beside", "untied", url, *options, steps=12)
+    with monkeypatch.context() as patch:
+        log = RunFolder.log
+
+        def log_until(run, phase, step, values):
+            if step == 7:
+                raise Stop
+            return log(run, phase, step, values)
+
+        patch.setattr(RunFolder, "log", log_until)
+        with pytest.raises(Stop):
+            train(folder, tmp_path / "cut", "untied", url, *options, steps=12)
+    lines = (tmp_path / "cut/journal/completions.jsonl").read_text().splitlines()
+    assert len(lines) >= 3 * 16  # of the rollouts that were sampled after the checkpoint
+    train(folder, tmp_path / "cut", "untied", url, *options, "--resume", steps=12)
+    for name in ("beside", "cut"):
+        assert tokens_of(tmp_path / name) == tokens_of(tmp_path / "turns")
+    assert WAIT_SHARES[0] in read_lines(tmp_path / "beside/times.jsonl")[5]
 
 
 def test_episodes_learn_from_the_ids_that_were_sampled(folder, serve, tmp_path):

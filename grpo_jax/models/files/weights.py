@@ -610,7 +610,7 @@ def save_params(folder: Path, params: Params, config: ModelConfig, *, dtype: np.
     rounded = jax.jit(round_leaf, static_argnums=0) if dtype == jnp.bfloat16 else lambda path, leaf: leaf
     for tensor, (path, leaf) in stored:
         # Gathers the leaf from all devices; on CPU nothing is copied.
-        whole = np.asarray(rounded(path, jax.device_put(leaf, jax.devices("cpu")[0])))
+        whole = np.asarray(rounded(path, jax.device_put(leaf, jax.local_devices(backend="cpu")[0])))
         for place in np.ndindex(whole.shape[: tensor.stacked]):
             name = tensor.name_at(place)
             file = split.tensor_to_filename[name]
