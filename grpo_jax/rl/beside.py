@@ -84,7 +84,9 @@ def sampled_beside(
         def work() -> Batch:
             jax.block_until_ready(policy)
             with timed("rollout"):
-                return jax.block_until_ready(sample().batch)
+                batch = sample().batch
+                jax.block_until_ready(batch)
+                return batch
 
         pending = Pending(index, policy, pool.submit(work))
         begun[:] = [*(each for each in begun if not each.batch.done()), pending]
