@@ -196,7 +196,7 @@ def make_run(
       model: The start.
       task: The task with the seed of the run.
       reward: The reward to learn from.
-      config: The configuration of the run.
+      config: The options of the setting, with the seed.
       programs: The programs of the setting.
       describes_samples: See `Study`.
     """

@@ -1,4 +1,4 @@
-"""What does a dtype do to an update: float32, or bfloat16 with weights rounded stochastically or to the nearest number?
+"""Compares updates in float32 and in bfloat16, with weights rounded stochastically or to the nearest number.
 
 A decoder of five million parameters first learns additions by imitation, with mostly wrong labels. Its weights are then
 rounded to bfloat16 numbers, as they are in the files of pretrained models. From this start GRPO trains in float32 and

@@ -146,8 +146,8 @@ def gsm8k_stages(config: Config, folder: Path, seed: int) -> list[Stage]:
 def solved_questions(generator: str) -> str:
     """Returns the beginning of every prompt: three questions of a generator, which are never held out, with answers."""
     entries = (generate(generator, None, index)[1] for index in range(1000))
-    shown = (entry for entry in entries if hash_of_prompt(entry["question"]) > 0.5)  # below are the held-out ones
-    text = "".join(f"{x['question'].strip()}\nAnswer: {x['answer']}\n\n" for x in islice(shown, 3))
+    solved = (entry for entry in entries if hash_of_prompt(entry["question"]) > 0.5)  # below are the held-out ones
+    text = "".join(f"{x['question'].strip()}\nAnswer: {x['answer']}\n\n" for x in islice(solved, 3))
     return text.replace("{", "{{").replace("}", "}}")  # it is part of a template
 
 

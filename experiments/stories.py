@@ -108,7 +108,7 @@ def make_description(
     Args:
       policy: The functions of the model.
       start: The parameters of the start.
-      config: The configuration of the run.
+      config: Supplies the temperature of the sampled completions.
     """
     score = jax.jit(partial(score_completion_tokens, policy))
 

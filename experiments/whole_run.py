@@ -122,7 +122,7 @@ def whole_run(
     Args:
       policies: The functions of the models by role, as in `make_programs`.
       task: Supplies the tokens and the rewards.
-      loop: The configuration of the run; options of the call replace its fields.
+      loop: The options, whose fields those of the call replace.
       heldout_temperature: The temperature of held-out completions, for a fair comparison of runs with different
         temperatures; None: the temperature of the run.
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from grpo_jax.training.phases import train
     from grpo_jax.training.trainer import GRPOTrainer
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "PRESETS",
     "GRPOConfig",

@@ -128,7 +128,7 @@ class AdamWConfig:
     """The optimizer, AdamW by default, and its schedule."""
 
     learning_rate: Positive = 1e-6
-    """Peak learning rate, by size of the model: 4e-4 up to a million parameters, 1e-6 from 0.1 billion; for
+    """Peak learning rate, by size of the model: 4e-4 up to a million parameters, 1e-6 from 0.2 billion; for
     LoRA 3e-3 to 1e-5."""
     warmup_steps: Count = 0
     """Optimizer steps of linear warm-up."""
@@ -175,13 +175,13 @@ def load_optimizer(optimizer: Any) -> Any:
         raise UsageError(
             f"there is no optimizer {optimizer!r}: take {' or '.join(OPTIMIZERS)}, or name your own as file.py:name"
         )
-    own = look_up_once("optimizer", optimizer) if isinstance(optimizer, str) else optimizer
-    if not (callable(own) or (isinstance(own, tuple) and hasattr(own, "update"))):
+    loaded = look_up_once("optimizer", optimizer) if isinstance(optimizer, str) else optimizer
+    if not (callable(loaded) or (isinstance(loaded, tuple) and hasattr(loaded, "update"))):
         raise UsageError(
-            f"the optimizer {optimizer!r} is of type {type(own).__name__}: it must be an optax transformation, or a "
+            f"the optimizer {optimizer!r} is of type {type(loaded).__name__}: it must be an optax transformation, or a "
             "function from a schedule to one"
         )
-    return own
+    return loaded
 
 
 def check_optimizer(options: AdamWConfig) -> None:
@@ -495,8 +495,8 @@ class OptimizerConfig(AdamWConfig):
     minibatches: Size = 1
     """Optimizer steps of a pass; prompts are shuffled among them."""
     piece_tokens: Count = 0
-    """Largest number of tokens of a piece on each device, including padding. Results differ only by rounding. 0: 768 on
-    a CPU, 16,384 elsewhere, or what memory allows."""
+    """Most tokens of a piece on each device, including padding; changes only rounding. 0: 768 on a CPU, 16,384
+    elsewhere, or what memory allows."""
     max_skipped: Size = 5
     """Number of steps in a row without finite gradients that ends the run. Each is skipped, and its batch is saved."""
 
@@ -699,7 +699,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     """Raises if options do not work together, before anything is compiled.
 
     Args:
-      config: The configuration of the run.
+      config: The options, of which those of the mesh are left to `validate_mesh`.
       num_devices: The number of devices over which prompts are sharded.
 
     Raises:
@@ -814,7 +814,7 @@ def check_models(config: GRPOConfig, roles: Collection[str]) -> None:
     """Raises if options need a frozen model that is not loaded.
 
     Args:
-      config: The configuration of the run.
+      config: Names the frozen models that the loss needs (`frozen_models`).
       roles: The roles of the loaded models.
 
     Raises:

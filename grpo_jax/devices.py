@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -32,6 +32,8 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import backend_name
 from grpo_jax.models.params import sharding
 from grpo_jax.models.params.tree import count_used
+
+T = TypeVar("T")  # arrays, or a tree of them
 
 AXIS = "data"
 COMPILING = "compile_ahead"  # name of the thread that compiles programs while others run
@@ -139,7 +141,7 @@ def num_shards(devices: Devices) -> int:
 # ---- programs
 
 
-def map_rows(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
+def map_rows(fn: Callable[..., T], devices: Devices) -> Callable[..., T]:
     """Maps a function of independent rows over devices with `jax.pmap`.
 
     Call the result inside a program, with whole arrays. Each device computes its rows. On one device or a mesh the
@@ -155,8 +157,9 @@ def map_rows(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
     def merge(x: jax.Array) -> jax.Array:
         return x.reshape(-1, *x.shape[2:])
 
-    def call(shared: Any, *rows: Any) -> Any:
-        return jax.tree.map(merge, _mapped(fn, devices, len(rows), 0)(shared, *_split(rows, devices)))
+    def call(shared: Any, *rows: Any) -> T:
+        merged: T = jax.tree.map(merge, _mapped(fn, devices, len(rows), 0)(shared, *_split(rows, devices)))
+        return merged
 
     return call
 
@@ -190,8 +193,8 @@ def _split(tree: Any, devices: Devices) -> Any:
 
 
 def jit_on_devices(
-    fn: Callable[..., Any], out_axes: Any = None, *, devices: Devices = ONE_DEVICE, donate_argnums: tuple[int, ...] = ()
-) -> Callable[..., Any]:
+    fn: Callable[..., T], out_axes: Any = None, *, devices: Devices = ONE_DEVICE, donate_argnums: tuple[int, ...] = ()
+) -> Callable[..., T]:
     """Compiles a function of whole arrays with `jax.jit`.
 
     Args:
@@ -229,7 +232,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def spread_over(tree: Any, devices: Devices) -> Any:
+def spread_over(tree: T, devices: Devices) -> T:
     """Spreads leading axes `[N, ...]` over devices like `to_devices`, but inside a program. The program that takes the
     result is then compiled only once."""
     return tree if size(devices) == 1 else jax.lax.with_sharding_constraint(tree, shardings(tree, devices, 0))

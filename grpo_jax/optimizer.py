@@ -63,23 +63,23 @@ def make_optimizer(
     Raises:
       UsageError: There is no such optimizer.
     """
-    own = load_optimizer(optimizer)
-    if own == "adamw":
+    chosen = load_optimizer(optimizer)
+    if chosen == "adamw":
         adamw = optax.adamw(learning_rate, eps=adam_epsilon, weight_decay=weight_decay, mask=has_weight_decay)
         return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
-    if own == "muon":
+    if chosen == "muon":
         make = partial(optax.contrib.muon, consistent_rms=0.2, muon_weight_dimension_numbers=muon_matrices)
         muon = make(learning_rate, eps=adam_epsilon, weight_decay=weight_decay)
         return optax.chain(optax.clip_by_global_norm(max_grad_norm), muon)
-    if callable(own):
+    if callable(chosen):
         try:
-            own = own(learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate))
+            chosen = chosen(learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate))
         except Exception as error:  # a user's function may raise any type of error
             raise UsageError(f"the optimizer {optimizer!r} must take a schedule, but: {one_line(error)}") from error
-    if not isinstance(own, optax.GradientTransformation):
-        raise UsageError(f"the optimizer {optimizer!r} must return an optax transformation: it is {own!r}")
+    if not isinstance(chosen, optax.GradientTransformation):
+        raise UsageError(f"the optimizer {optimizer!r} must return an optax transformation: it is {chosen!r}")
     # It may count no steps, or several things. The factor 1 changes nothing, and its count comes first.
-    return optax.chain(optax.scale_by_schedule(lambda count: 1.0), own)
+    return optax.chain(optax.scale_by_schedule(lambda count: 1.0), chosen)
 
 
 def optimizer_of(options: AdamWConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
@@ -131,4 +131,5 @@ def logged_rate(options: AdamWConfig, schedule: optax.Schedule, opt_state: optax
 
 def steps_taken(opt_state: optax.OptState) -> jax.Array:
     """Returns the number of optimizer steps that changed the parameters, without skipped steps."""
-    return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
+    count: jax.Array = optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
+    return count

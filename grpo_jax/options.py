@@ -276,16 +276,16 @@ def in_current_names(options: Mapping[str, Any], known: Collection[str]) -> dict
     return {current_name(name, known, options): value for name, value in options.items() if name not in removed}
 
 
-def current_name(name: str, known: Collection[str], given: Collection[str] = ()) -> str:
+def current_name(name: str, known: Collection[str], present: Collection[str] = ()) -> str:
     """Returns the name of an option that may have its former name, as in runs of earlier versions.
 
     Args:
       name: The current or former name.
       known: The names of all options.
-      given: The options that are given. A former name is no name of these.
+      present: The options that are set. A former name is no name of these.
     """
     current = _FORMER.get(name, name)
-    return name if name in known or current in given else current
+    return name if name in known or current in present else current
 
 
 # Names in TRL and in other libraries, or guesses -> the options here, of which a command has at most one. Names that

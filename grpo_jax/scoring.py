@@ -52,7 +52,9 @@ def _token_logprobs(
     tensor axis."""
     unembedding, softcap = policy.unembedding and policy.unembedding(params), policy.softcap
 
-    def scored(hidden, ids, temperature, support_ids):
+    def scored(
+        hidden: jax.Array, ids: jax.Array, temperature: jax.Array, support_ids: jax.Array | None
+    ) -> F.TokenLogprobs:
         if support_ids is None:
             return F.token_logprobs(hidden, unembedding, ids, temperature=temperature, softcap=softcap)
         return F.support_logprobs(hidden, unembedding, ids, support_ids, temperature=temperature, softcap=softcap)
@@ -62,4 +64,4 @@ def _token_logprobs(
     arrays = hidden, ids, jnp.broadcast_to(temperature, ids.shape), support_ids
     rows = spread(jax.tree.map(lambda x: x.reshape(ids.size, *x.shape[ids.ndim :]), arrays), AXES)
     scores = spread(scored(*rows), AXES)
-    return spread(jax.tree.map(lambda x: x.reshape(ids.shape), scores), BATCH)
+    return spread(F.TokenLogprobs(*(x.reshape(ids.shape) for x in scores)), BATCH)

@@ -139,9 +139,12 @@ def train_step(
     return state._replace(params=params, opt_state=opt_state, skipped=skipped), metrics
 
 
+Sums = tuple[Params, jax.Array, Metrics]  # gradients, loss and metrics, which add up over pieces and devices
+
+
 def accumulate_grads(
     loss_fn: LossFn, pieces_of: Callable[[Any], Pieces], inputs: tuple[Any, Params], batch: Any
-) -> tuple[tuple[Params, jax.Array, Metrics], Mapping[str, jax.Array]]:
+) -> tuple[Sums, Mapping[str, jax.Array]]:
     """Σ over pieces of ∇ loss_fn, with one piece in memory at a time.
 
     Args:
@@ -164,7 +167,8 @@ def accumulate_grads(
 
     sums, maxima = jax.eval_shape(lambda: _sums_and_maxima(grad_fn(inputs[1], take(batch, pieces[0], 0))))
     grads, loss, means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
-    total: Any = (laid_out(grads), loss, means), jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), maxima)
+    lowest: Mapping[str, jax.Array] = jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), maxima)
+    total: tuple[Sums, Mapping[str, jax.Array]] = (laid_out(grads), loss, means), lowest
     for microbatches in pieces:
         num_used = microbatches.num_used
         if microbatches is pieces[-1]:
@@ -174,7 +178,7 @@ def accumulate_grads(
     return total
 
 
-def _sums_and_maxima(result: Any) -> tuple[tuple[Params, jax.Array, Metrics], Mapping[str, jax.Array]]:
+def _sums_and_maxima(result: Any) -> tuple[Sums, Mapping[str, jax.Array]]:
     """Sorts the result of `jax.value_and_grad` by how pieces are combined."""
     (loss, logs), grads = result
     return (laid_out(grads), loss, logs.means), logs.maxima

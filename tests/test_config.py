@@ -105,7 +105,7 @@ OF_OLDER_POLICY = [{}, {"old_logprobs": "sampler"}, {"distillation": "jsd", "tea
 
 @pytest.mark.parametrize("options", OF_OLDER_POLICY)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_auto_corrects_what_an_older_policy_samples_unless_that_is_refused(preset, options):
+def test_auto_corrects_stale_rollouts_unless_refused(preset, options):
     def fits(correction):
         try:
             validate(configs.recipe(preset, staleness=4, correction=correction, **options))
@@ -193,7 +193,7 @@ warmup_ratio weight_decay max_grad_norm adam_epsilon logging_steps eval_steps sa
 gradient_checkpointing report_to load_best_model_at_end resume_from_checkpoint"""
 
 
-def test_names_of_trl_are_options_or_in_the_table():
+def test_names_of_trl_are_options_or_listed():
     methods = {method: grpo_options.option_types(module_of(method).Config) for method in METHODS}
     known = {name for options in methods.values() for name in options} | {"reward_model"}
     table = grpo_options.COUNTERPARTS.keys() | grpo_options.DIFFERENCES.keys()
@@ -209,7 +209,7 @@ def test_names_of_trl_are_options_or_in_the_table():
             assert grpo_options.DIFFERENCES.get(name, "") in sentence
 
 
-def test_the_page_has_the_rates_that_runs_are_compared_with():
+def test_the_page_has_the_rates_of_warnings():
     page = (Path(__file__).parents[1] / "docs/hyperparameters.md").read_text()
     (table,) = re.findall(r"## Learning rate by size\n(.*?)\n## ", page, re.DOTALL)
     cells = re.findall(r"^\| (up to .*? million|more) \| (\S+).*? \| (.*?) \|", table, re.MULTILINE)
@@ -218,7 +218,7 @@ def test_the_page_has_the_rates_that_runs_are_compared_with():
     assert numbers == [(size, *rates) for size, rates in zip(sizes, configs.RATES.values(), strict=True)]
 
 
-def test_runs_of_earlier_versions_keep_options_that_are_gone_unless_they_were_used():
+def test_unused_options_that_are_gone_are_ignored():
     now = json.loads(json.dumps(dataclasses.asdict(configs.recipe())))
     old = now | {"reference": {"kl_horizon": 10_000}, "optimizer": now["optimizer"] | {"microbatches": 0}}
     assert grpo_options.from_json(configs.recipe(), old) == configs.recipe()
@@ -229,7 +229,7 @@ def test_runs_of_earlier_versions_keep_options_that_are_gone_unless_they_were_us
             grpo_options.from_json(configs.recipe(), now | {name: value})
 
 
-def test_methods_have_one_default_unless_the_page_says_why():
+def test_methods_share_defaults_unless_explained():
     defaults: dict[str, set] = {}
     for method in METHODS:
         for name, value in grpo_options.options_of(module_of(method).Config()).items():
@@ -313,11 +313,11 @@ def test_json_round_trips(config):
 
 
 @pytest.mark.parametrize(("saved", "engine"), [("", ()), ("http://a:1", ("http://a:1",)), (["a", "b"], ("a", "b"))])
-def test_one_address_of_an_engine_is_read_from_earlier_runs(saved, engine):
+def test_one_address_of_an_engine_is_read(saved, engine):
     assert grpo_options.from_json(configs.EngineOptions(), {"engine": saved}).engine == engine
 
 
-def test_runs_from_before_an_option_continue_unless_it_is_set():
+def test_runs_without_a_new_option_continue():
     saved = {"sampling": {"top_p": 0.9}}
     assert not differing_options(saved, {"sampling": {"top_p": 0.9, "support": "vocabulary", "support_size": 64}})
     assert differing_options(saved, {"sampling": {"top_p": 0.9, "support": "sampler"}}) == ["support"]
@@ -326,7 +326,7 @@ def test_runs_from_before_an_option_continue_unless_it_is_set():
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
-def test_runs_from_before_the_critic_was_a_group_keep_their_digest(tmp_path, method):
+def test_runs_without_a_group_critic_keep_digests(tmp_path, method):
     """The files are as an earlier version wrote them, with a group `run` in PPO. More steps change nothing else."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -442,7 +442,7 @@ def test_invalid_option_files_are_refused_in_one_sentence(tmp_path, capsys, name
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.json", '{"number": 5}'), ("a.yaml", "number: 5")])
-def test_option_files_may_begin_with_a_byte_order_mark(tmp_path, name, text):
+def test_option_files_may_have_a_byte_order_mark(tmp_path, name, text):
     (tmp_path / name).write_text(text, encoding="utf-8-sig")
     assert parse("--config", tmp_path / name, "--run-dir", tmp_path / "run").number == 5
 

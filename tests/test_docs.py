@@ -420,7 +420,7 @@ def constants_of(cell: str) -> dict[str, Any]:
     return {name: float(value) if value == "inf" else ast.literal_eval(value) for name, value in stated.items()}
 
 
-METHODS = [(function.strip("`"), *rest) for _, function, *rest in table("method") if function]
+METHODS = [(function.strip("`"), *rest) for function, *rest in table("function") if function]
 FUNCTIONS = EXPORTS - {"Metrics", "Objective", "PRESETS", "Term", "TokenLogprobs"}  # no types and tables
 HELPERS = {row[0].strip("`") for row in table("helper")}
 EQUATIONS = re.findall(r"^(\w+) {2,}\S", blocks("methods.md", "text")[-1], re.M)

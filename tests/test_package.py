@@ -4,12 +4,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
+import zipfile
 from pathlib import Path
 
 import jax
 import pytest
+import yaml
 
 import grpo_jax
 from grpo_jax import commands
@@ -98,7 +101,7 @@ print(*grpo_jax.__all__)
 
 
 @pytest.mark.parametrize("order", ["load_names(); load_modules()", "load_modules(); load_names()"])
-def test_public_names_are_never_modules_and_load_no_jax_before(order):
+def test_public_names_are_no_modules(order):
     ran = python("-c", f"{ORDERS}\n{order}; load_names(); load_modules()")
     assert ran.returncode == 0, ran.stderr
     assert {*ran.stdout.split()} == PUBLIC <= {*dir(grpo_jax)}
@@ -109,6 +112,46 @@ def test_public_names_are_never_modules_and_load_no_jax_before(order):
 def test_the_page_of_a_run_is_packaged():
     package_data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert "*.html" in package_data["grpo_jax"]
+
+
+def test_the_citation_names_the_version_and_the_authors():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == grpo_jax.__version__
+    assert citation["authors"] == PROJECT["authors"]
+    assert f"## {grpo_jax.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+BUILD = """
+from pathlib import Path
+from setuptools.build_meta import build_sdist, build_wheel
+for build in (build_wheel, build_sdist):
+    Path("dist").mkdir(exist_ok=True)
+    build("dist")
+"""
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_hold_only_the_package(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    for folder in ("grpo_jax", "claims", "experiments"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "tests/test_package.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    files = {str(file.relative_to(tmp_path)) for file in (tmp_path / "grpo_jax").rglob("*") if file.is_file()}
+    assert {"grpo_jax/py.typed", "grpo_jax/engines/worker.py"} < files
+    assert any(file.endswith(".html") for file in files)
+    ran = python("-c", BUILD, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    (sdist,) = (tmp_path / "dist").glob("*.tar.gz")
+    assert wheel.name == f"grpo_jax-{grpo_jax.__version__}-py3-none-any.whl"
+    in_wheel = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert in_wheel == files
+    with tarfile.open(sdist) as archive:
+        in_sdist = {file.name.partition("/")[2] for file in archive.getmembers() if file.isfile()}
+    others = {"pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "PKG-INFO", "setup.cfg"}
+    assert {name for name in in_sdist - others if not name.startswith("grpo_jax.egg-info/")} == files
 
 
 def test_commands_do_not_load_unused_features():
@@ -166,7 +209,7 @@ def test_a_users_file_is_strictly_typed(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_editable_install_imports_next_to_a_clone_of_its_name(tmp_path):
+def test_an_editable_install_imports_beside_a_clone(tmp_path):
     clone = tmp_path / "grpo_jax"
     shutil.copytree(ROOT / "grpo_jax", clone / "grpo_jax", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):

@@ -1,4 +1,4 @@
-"""What do the parts of a step of a pretrained model cost, compared with matrix products on the same machine?
+"""Times the parts of a step of a pretrained model, compared with matrix products on the same machine.
 
 The step is that of the race "real": GRPO on sums, 8 prompts with 8 completions of up to 5 tokens. Each part is compiled
 as a separate program. The parts and a matrix product in both dtypes take turns, and the table has medians. Operations

@@ -30,7 +30,7 @@ _GROUPS = {
 
 
 class DecodingStep(NamedTuple):
-    """What one turn of a decoding loop launches and moves."""
+    """The kernels and bytes of one turn of a decoding loop."""
 
     kernels: int
     chain: int  # the most kernels that wait for each other

@@ -169,8 +169,8 @@ def _constants(default: Any, correction: str) -> str:
 def _text_of(function: Any, name: str) -> str:
     """Returns the text on an argument in the docstrings of a function and of those that it wraps."""
     docs = "\n\n".join(part.__doc__ or "" for part in wrapped_functions(function))
-    found = re.search(rf"^ +{name}: (.*?)(?=\n *\w+: |\n\s*\n|\Z)", docs, re.DOTALL | re.MULTILINE)
-    text = " ".join(found[1].split()) if found else ""
+    match = re.search(rf"^ +{name}: (.*?)(?=\n *\w+: |\n\s*\n|\Z)", docs, re.DOTALL | re.MULTILINE)
+    text = " ".join(match[1].split()) if match else ""
     other = re.match(r"see `(\w+)`", text)
     return _text_of(getattr(functional, other[1]), name) if other else text
 

@@ -189,7 +189,7 @@ def score_prompt(complete: Complete, prompt: list[int]) -> ScoredText:
     try:
         (choice,) = decode_answer(complete(body))["choices"]
         tokens = zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)
-        logprobs = [float(of_tokens[str(i)]["logprob"]) for i, of_tokens in tokens]
+        logprobs = [float(candidates[str(i)]["logprob"]) for i, candidates in tokens]
     except _UNREADABLE as error:
         raise Wrong(
             f"gave no log-probabilities of a prompt ({without_key(error)}): it needs vLLM 0.32 or later"

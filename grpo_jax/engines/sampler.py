@@ -56,7 +56,7 @@ def sampler_of(
       options: The options of the engine.
       pretrained: The trained model, whose parameters the engine loads.
       task: Supplies the vocabulary, and an environment if there is one.
-      config: The configuration of the run.
+      config: Supplies the sampling options, and the devices that score.
       note: Tells the user the reason for a delay.
 
     Raises:

@@ -30,7 +30,7 @@ def _checked_rewards(advantages: Callable[..., jax.Array]) -> Callable[..., jax.
 
     @takes(rewards="... G", where="... G")
     @wraps(advantages)
-    def advantages_of_rewards(rewards: jax.Array, *arguments, where: Where = None, **options) -> jax.Array:
+    def advantages_of_rewards(rewards: jax.Array, *arguments: Any, where: Where = None, **options: Any) -> jax.Array:
         where = jnp.ones(rewards.shape, bool) if where is None else where
         return advantages(upcast(rewards), *arguments, where=where, **options).astype(_float(rewards))
 
@@ -557,7 +557,7 @@ def _has_spread(rewards: jax.Array, where: jax.Array) -> jax.Array:
     return jnp.max(rewards, axis=-1, keepdims=True) != jnp.min(rewards, axis=-1, keepdims=True)
 
 
-def _batch_moments(values: jax.Array, mask: jax.Array, ddof: int, axis_name: AxisName):
+def _batch_moments(values: jax.Array, mask: jax.Array, ddof: int, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
     """Returns mean and standard deviation over all axes and `axis_name`; values are 0 where masked."""
     count, total = (maybe_psum(jnp.sum(x, dtype=values.dtype), axis_name) for x in (mask, values))
     mean = total / jnp.maximum(count, 1)
@@ -577,5 +577,5 @@ def _choose_ratio(q: jax.Array, n: jax.Array, k: int) -> jax.Array:
     return jnp.prod(jnp.maximum(q[None] - i, 0) / jnp.maximum(n[None] - i, 1), axis=0)
 
 
-def _float(rewards: jax.Array):
+def _float(rewards: jax.Array) -> Any:
     return rewards.dtype if jnp.issubdtype(rewards.dtype, jnp.floating) else jnp.float32

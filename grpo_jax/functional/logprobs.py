@@ -9,13 +9,16 @@ slice of the vocabulary, K slices.
 A model of which only the logits are known has no unembedding: where it is None, hidden states `[..., V]` are logits.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.functional.numerics import check_above, check_beta, softcapped, takes
 from grpo_jax.functional.products import Traits, accumulator_of, einsum, exp_sums, traits_of_backend, transposed
+
+_Reduced = TypeVar("_Reduced")  # arrays of one slice of the vocabulary, or of all slices with a leading axis K
 
 
 class TokenLogprobs(NamedTuple):
@@ -192,7 +195,7 @@ def top_tokens(hidden: jax.Array, unembedding: jax.Array | None, k: int) -> jax.
     if not 1 <= k <= logits.vocab_size:
         raise ValueError(f"k is {k}: it must be between 1 and the {logits.vocab_size} tokens of the vocabulary")
 
-    def merge(best, index):
+    def merge(best: tuple[jax.Array, jax.Array], index: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         values, ids = best
         z, part = _slice_logits(logits, index)
         columns = jnp.broadcast_to(part.start + jnp.arange(z.shape[1], dtype=jnp.int32), z.shape)
@@ -306,6 +309,17 @@ class _Logits(NamedTuple):
         return self.hidden.shape[1] if self.unembedding is None else self.unembedding.shape[0]
 
 
+class _Slice(NamedTuple):
+    """Columns `[start, start + C)` of the vocabulary, the first `num_seen` of which are in the slice before as well."""
+
+    number: jax.Array  # int32 scalar, of the slice
+    start: jax.Array  # int32 scalar
+    num_seen: jax.Array | int  # the int 0 where no slices overlap
+
+
+_Moments = tuple[jax.Array, jax.Array, jax.Array]  # maximum, Σ exp(z − maximum) and Σ x exp(z − maximum), of a slice
+
+
 def _logits_of(*models: tuple[jax.Array, jax.Array | None, Any], temperature: jax.Array | float) -> list[_Logits]:
     """Makes one `_Logits` for each (hidden, unembedding, softcap).
 
@@ -324,7 +338,8 @@ def _logits_of(*models: tuple[jax.Array, jax.Array | None, Any], temperature: ja
         flat = hidden.reshape(-1, hidden.shape[-1])
         scales = jnp.broadcast_to(scale, hidden.shape[:-1]).ravel()
         cap = None if softcap is None else jnp.asarray(softcap, jnp.float32)
-        return jax.tree.map(lambda x: x + zero.astype(x.dtype), _Logits(flat, unembedding, scales, cap))
+        varying: _Logits = jax.tree.map(lambda x: x + zero.astype(x.dtype), _Logits(flat, unembedding, scales, cap))
+        return varying
 
     return [logits(*model) for model in models]
 
@@ -332,12 +347,15 @@ def _logits_of(*models: tuple[jax.Array, jax.Array | None, Any], temperature: ja
 # ---- log-probabilities and entropies
 
 
+_LogprobsResiduals = tuple[_Logits, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
+
+
 @jax.custom_vjp
-def _token_logprobs(logits: _Logits, ids: jax.Array):
+def _token_logprobs(logits: _Logits, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _logprobs_forward(logits, ids)[0]
 
 
-def _logprobs_forward(logits, ids):
+def _logprobs_forward(logits: _Logits, ids: jax.Array) -> tuple[tuple[jax.Array, jax.Array], _LogprobsResiduals]:
     """Reduces the logits to z[id], and log Σ exp z and the mean of z over all other tokens.
 
     With x = log Σ_others exp z − z[id], log π(id) is −log(1 + exp x), and log(1 − π(id)) is −log(1 + exp(−x)). A
@@ -346,7 +364,7 @@ def _logprobs_forward(logits, ids):
 
     keeps = logits.unembedding is not None and keeps_logits(len(logits.hidden), logits.vocab_size, traits_of_backend())
 
-    def reduce_slice(index):
+    def reduce_slice(index: jax.Array) -> tuple[jax.Array, _Moments, jax.Array | None]:
         products, part = _slice_products(logits, index)
         z = _logits_of_products(products, logits.scale, logits.softcap)
         chosen, is_new = _at_ids(z, ids[:, None], part)
@@ -361,13 +379,13 @@ def _logprobs_forward(logits, ids):
     return (logprobs, entropy), (logits, ids, chosen - logprobs, logprobs, entropy, products)
 
 
-def _logprobs_backward(residuals, cotangents):
+def _logprobs_backward(residuals: _LogprobsResiduals, cotangents: tuple[jax.Array, jax.Array]) -> tuple[_Logits, None]:
     """∂L/∂z[v] = g_logp (1[v = id] − π(v)) − g_H π(v) (log π(v) + H)."""
     logits, ids, log_normalizer, logprobs, entropy, products = residuals
     d_logprobs, d_entropy = cotangents
     d_chosen = -d_logprobs * jnp.expm1(logprobs) - d_entropy * jnp.exp(logprobs) * (logprobs + entropy)
 
-    def d_logits(z, part):
+    def d_logits(z: jax.Array, part: _Slice) -> jax.Array:
         log_p = z - log_normalizer[:, None]
         slope = d_logprobs[:, None] + d_entropy[:, None] * (log_p + entropy[:, None])
         return jnp.where(_is_chosen(ids, z, part), d_chosen[:, None], -jnp.exp(log_p) * slope)
@@ -378,7 +396,7 @@ def _logprobs_backward(residuals, cotangents):
 _token_logprobs.defvjp(_logprobs_forward, _logprobs_backward)
 
 
-def _is_chosen(ids, z, part):
+def _is_chosen(ids: jax.Array, z: jax.Array, part: _Slice) -> jax.Array:
     """Marks the elements of a slice `[R, C]` at the columns `ids` `[R]`."""
     return (part.start + jnp.arange(z.shape[1]))[None, :] == ids[:, None]
 
@@ -386,16 +404,19 @@ def _is_chosen(ids, z, part):
 # ---- divergences
 
 
+_KlResiduals = tuple[_Logits, _Logits, jax.Array, jax.Array, jax.Array]
+
+
 @jax.custom_vjp
-def _kl(first: _Logits, second: _Logits):
+def _kl(first: _Logits, second: _Logits) -> jax.Array:
     """KL(P ‖ Q), `[R]`."""
     return _kl_forward(first, second)[0]
 
 
-def _kl_forward(first, second):
+def _kl_forward(first: _Logits, second: _Logits) -> tuple[jax.Array, _KlResiduals]:
     """KL = the mean of z_P − z_Q under P, − log Σ exp z_P + log Σ exp z_Q."""
 
-    def reduce_slice(index):
+    def reduce_slice(index: jax.Array) -> tuple[_Moments, _Moments]:
         z, part = _slice_logits(first, index)
         other, _ = _slice_logits(second, index)
         # The difference is taken before the sum: between close distributions two sums would cancel to rounding noise.
@@ -408,14 +429,14 @@ def _kl_forward(first, second):
     return kl, (first, second, log_normalizer, other_normalizer, kl)
 
 
-def _kl_backward(residuals, d_kl):
+def _kl_backward(residuals: _KlResiduals, d_kl: jax.Array) -> tuple[_Logits, _Logits]:
     """∂KL/∂z_P[v] = P(v) (log P(v) − log Q(v) − KL), ∂KL/∂z_Q[v] = Q(v) − P(v)."""
     first, second, log_normalizer, other_normalizer, kl = residuals
 
-    def d_first(log_p, log_q):
+    def d_first(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
         return d_kl[:, None] * jnp.exp(log_p) * (log_p - log_q - kl[:, None])
 
-    def d_second(log_p, log_q):
+    def d_second(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
         return d_kl[:, None] * (jnp.exp(log_q) - jnp.exp(log_p))
 
     return _gradients_of_two(first, second, log_normalizer, other_normalizer, d_first, d_second)
@@ -424,47 +445,57 @@ def _kl_backward(residuals, d_kl):
 _kl.defvjp(_kl_forward, _kl_backward)
 
 
-def _gradients_of_two(first, second, first_normalizer, second_normalizer, d_first, d_second):
+def _gradients_of_two(
+    first: _Logits,
+    second: _Logits,
+    first_normalizer: jax.Array,
+    second_normalizer: jax.Array,
+    d_first: Callable[[jax.Array, jax.Array], jax.Array],
+    d_second: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[_Logits, _Logits]:
     """Computes gradients of the fields of P's and Q's `_Logits`, from (log P, log Q) -> ∂L/∂z_P, and -> ∂L/∂z_Q.
 
     Each takes one pass: usually only one is needed, and XLA drops the other.
     """
 
-    def reduce_first(z, part):
+    def reduce_first(z: jax.Array, part: _Slice) -> jax.Array:
         other, _ = _slice_logits(second, part.number)
         return d_first(z - first_normalizer[:, None], other - second_normalizer[:, None])
 
-    def reduce_second(z, part):
+    def reduce_second(z: jax.Array, part: _Slice) -> jax.Array:
         other, _ = _slice_logits(first, part.number)
         return d_second(other - first_normalizer[:, None], z - second_normalizer[:, None])
 
     return _gradients(first, reduce_first), _gradients(second, reduce_second)
 
 
+_JsdResiduals = tuple[_Logits, _Logits, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+
+
 @jax.custom_vjp
-def _jsd(policy: _Logits, ref: _Logits, beta: jax.Array):
+def _jsd(policy: _Logits, ref: _Logits, beta: jax.Array) -> jax.Array:
     """JSD_β of the reference P and the policy Q, `[R]`, with β `[R]`."""
     return _jsd_forward(policy, ref, beta)[0]
 
 
-def _to_mixture(log_q, log_p, beta):
+def _to_mixture(log_q: jax.Array, log_p: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
     """log Q − log M and log P − log M of one slice, `[R, C]`."""
     gap = log_q - log_p
     over_ref = jnp.logaddexp(jnp.log(beta)[:, None], jnp.log1p(-beta)[:, None] + gap)  # log M − log P
     return gap - over_ref, -over_ref
 
 
-def _jsd_forward(policy, ref, beta):
+def _jsd_forward(policy: _Logits, ref: _Logits, beta: jax.Array) -> tuple[jax.Array, _JsdResiduals]:
     """Takes one pass for the normalisers, and one for KL(Q ‖ M) and KL(P ‖ M)."""
 
-    def normalizers(index):
+    def normalizers(index: jax.Array) -> tuple[_Moments, _Moments]:
         (z, part), (other, _) = _slice_logits(policy, index), _slice_logits(ref, index)
         return _moments(z, z, part), _moments(other, other, part)
 
     policy_sums, ref_sums = _map_slices(normalizers, policy)
     normalizer, other_normalizer = _combine(*policy_sums)[0], _combine(*ref_sums)[0]
 
-    def divergences(index):
+    def divergences(index: jax.Array) -> tuple[jax.Array, ...]:
         (z, part), (other, _) = _slice_logits(policy, index), _slice_logits(ref, index)
         log_q, log_p = z - normalizer[:, None], other - other_normalizer[:, None]
         to_q, to_p = _to_mixture(log_q, log_p, beta)
@@ -477,18 +508,18 @@ def _jsd_forward(policy, ref, beta):
     return jsd, (policy, ref, beta, normalizer, other_normalizer, kl_q, kl_p)
 
 
-def _jsd_backward(residuals, d_jsd):
+def _jsd_backward(residuals: _JsdResiduals, d_jsd: jax.Array) -> tuple[_Logits, _Logits, jax.Array]:
     """∂JSD/∂z_Q[v] = (1 − β) Q(v) (log Q(v)/M(v) − KL(Q ‖ M)), ∂JSD/∂z_P[v] = β P(v) (log P(v)/M(v) − KL(P ‖ M)).
 
     ∂JSD/∂β = KL(P ‖ M) − KL(Q ‖ M).
     """
     policy, ref, beta, normalizer, other_normalizer, kl_q, kl_p = residuals
 
-    def d_policy(log_q, log_p):
+    def d_policy(log_q: jax.Array, log_p: jax.Array) -> jax.Array:
         to_q, _ = _to_mixture(log_q, log_p, beta)
         return (d_jsd * (1 - beta))[:, None] * jnp.exp(log_q) * (to_q - kl_q[:, None])
 
-    def d_ref(log_q, log_p):
+    def d_ref(log_q: jax.Array, log_p: jax.Array) -> jax.Array:
         _, to_p = _to_mixture(log_q, log_p, beta)
         return (d_jsd * beta)[:, None] * jnp.exp(log_p) * (to_p - kl_p[:, None])
 
@@ -502,12 +533,15 @@ _jsd.defvjp(_jsd_forward, _jsd_backward)
 # ---- chosen tokens, and all other tokens in one bucket
 
 
+_BucketResiduals = tuple[_Logits, jax.Array, jax.Array]
+
+
 @jax.custom_vjp
-def _bucket_logits(logits: _Logits, ids: jax.Array):
+def _bucket_logits(logits: _Logits, ids: jax.Array) -> jax.Array:
     return _bucket_forward(logits, ids)[0]
 
 
-def _at_columns(values, ids, part, width):
+def _at_columns(values: jax.Array, ids: jax.Array, part: _Slice, width: int) -> jax.Array:
     """Puts `values` `[R, K]` at their columns of a slice, 0 elsewhere: `[R, C]`."""
     place = ids - part.start
     place = jnp.where(place < 0, width, place)  # a negative index would count from the end
@@ -515,8 +549,8 @@ def _at_columns(values, ids, part, width):
     return jnp.zeros_like(values, shape=(ids.shape[0], width)).at[row, place].add(values, mode="drop")
 
 
-def _bucket_forward(logits, ids):
-    def reduce_slice(chosen, index):
+def _bucket_forward(logits: _Logits, ids: jax.Array) -> tuple[jax.Array, _BucketResiduals]:
+    def reduce_slice(chosen: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         z, part = _slice_logits(logits, index)
         at_ids, is_new = _at_ids(z, ids, part)
         is_chosen = _at_columns(jnp.ones_like(chosen), ids, part, z.shape[1]) > 0
@@ -529,12 +563,12 @@ def _bucket_forward(logits, ids):
     return jnp.concatenate([chosen, others[:, None]], axis=1), (logits, ids, others)
 
 
-def _bucket_backward(residuals, d_buckets):
+def _bucket_backward(residuals: _BucketResiduals, d_buckets: jax.Array) -> tuple[_Logits, None]:
     """∂L/∂z[v] = g[k] where v is ids[k], and g[K] exp(z[v]) / Σ_others exp z elsewhere."""
     logits, ids, others = residuals
     d_chosen, d_others = d_buckets[:, :-1], d_buckets[:, -1:]
 
-    def d_logits(z, part):
+    def d_logits(z: jax.Array, part: _Slice) -> jax.Array:
         slope = _at_columns(d_chosen, ids, part, z.shape[1])
         is_chosen = _at_columns(jnp.ones_like(d_chosen), ids, part, z.shape[1]) > 0
         return jnp.where(is_chosen, slope, d_others * jnp.exp(jnp.where(is_chosen, 0, z - others[:, None])))
@@ -548,34 +582,27 @@ _bucket_logits.defvjp(_bucket_forward, _bucket_backward)
 # ---- slices of the vocabulary
 
 
-class _Slice(NamedTuple):
-    """Columns `[start, start + C)` of the vocabulary, the first `num_seen` of which are in the slice before as well."""
-
-    number: jax.Array  # int32 scalar, of the slice
-    start: jax.Array  # int32 scalar
-    num_seen: jax.Array | int  # the int 0 where no slices overlap
-
-
-def _only_new(x, part, other):
+def _only_new(x: jax.Array, part: _Slice, other: float) -> jax.Array:
     """Replaces `x` `[R, C]` by `other` in columns that an earlier slice had."""
     if isinstance(part.num_seen, int):
         return x
     return jnp.where(jnp.arange(x.shape[1]) >= part.num_seen, x, other)
 
 
-def _at_ids(z, ids, part):
+def _at_ids(z: jax.Array, ids: jax.Array, part: _Slice) -> tuple[jax.Array, jax.Array]:
     """Returns z `[R, C]` at some columns of the vocabulary, `[R, K]`, and marks columns that no earlier slice had."""
     place = ids - part.start
     is_new = (place >= part.num_seen) & (place < z.shape[1])
     return jnp.take_along_axis(z, jnp.clip(place, 0, z.shape[1] - 1), axis=1), is_new
 
 
-def _moments(z, values, part):
+def _moments(z: jax.Array, values: jax.Array, part: _Slice) -> _Moments:
     """Returns the maximum m of z in a slice, Σ exp(z − m) and Σ x exp(z − m), each `[R]`."""
-    return exp_sums(_only_new(z, part, -jnp.inf), [_only_new(values, part, 0)])
+    maximum, total, moment = exp_sums(_only_new(z, part, -jnp.inf), [_only_new(values, part, 0)])
+    return maximum, total, moment
 
 
-def _combine(maximum, total, moment):
+def _combine(maximum: jax.Array, total: jax.Array, moment: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns log Σ exp z and the mean of x, from the moments `[K, R]` of all slices."""
     overall = jnp.max(maximum, axis=0)
     rescale = jnp.exp(maximum - overall[None, :])
@@ -583,14 +610,16 @@ def _combine(maximum, total, moment):
     return overall + jnp.log(total), jnp.sum(moment * rescale, axis=0) / total
 
 
-def _gradients(logits: _Logits, d_logits, products: jax.Array | None = None) -> _Logits:
+def _gradients(
+    logits: _Logits, d_logits: Callable[[jax.Array, _Slice], jax.Array], products: jax.Array | None = None
+) -> _Logits:
     """Computes ∂L/∂h, ∂L/∂W, ∂L/∂scale and ∂L/∂c from d_logits(z, slice) -> ∂L/∂z, `[R, C]`.
 
     W h `[K, R, C]` is computed again unless it is passed as `products`.
     """
     hidden, unembedding, scale, softcap = logits
 
-    def accumulate(carry, slice_):
+    def accumulate(carry: Any, slice_: tuple[jax.Array, jax.Array | None]) -> tuple[Any, None]:
         (d_hidden, d_unembedding, d_rest), (index, products_of_slice) = carry, slice_
         weight, part = _slice_weight(logits, index)
         if products_of_slice is None:
@@ -631,7 +660,7 @@ def _num_slices(logits: _Logits) -> int:
     return slices_of_vocabulary(logits.hidden.shape[0], logits.vocab_size, traits_of_backend())
 
 
-def _map_slices(reduce_slice, logits: _Logits):
+def _map_slices(reduce_slice: Callable[[jax.Array], _Reduced], logits: _Logits) -> _Reduced:
     """Applies a function of the number of a slice to all slices, and stacks its results."""
     unroll, slices = traits_of_backend().slices_at_once, jnp.arange(_num_slices(logits))
     return jax.lax.scan(lambda _, index: (None, reduce_slice(index)), None, slices, unroll=unroll)[1]
@@ -664,7 +693,7 @@ def keeps_logits(rows: int, size: int, traits: Traits) -> bool:
     return rows * size <= traits.kept_logits
 
 
-def _slice_weight(logits: _Logits, index):
+def _slice_weight(logits: _Logits, index: jax.Array) -> tuple[jax.Array | None, _Slice]:
     """Returns the part of the matrix for slice `index`, `[C, D]`, and its columns of the vocabulary.
 
     All slices are equally wide. If V is no multiple of C, the last one starts early and overlaps the one before it:
@@ -682,13 +711,13 @@ def _slice_width(logits: _Logits) -> int:
     return -(-logits.vocab_size // _num_slices(logits))
 
 
-def _slice_products(logits: _Logits, index):
+def _slice_products(logits: _Logits, index: jax.Array) -> tuple[jax.Array, _Slice]:
     """Returns W h `[R, C]` of slice `index`, and the slice."""
     weight, part = _slice_weight(logits, index)
     return _products(logits, weight, part), part
 
 
-def _products(logits: _Logits, weight, part):
+def _products(logits: _Logits, weight: jax.Array | None, part: _Slice) -> jax.Array:
     """Returns W h `[R, C]` of a slice, float32, from the part of the matrix."""
     if weight is None:
         logits_of_slice = jax.lax.dynamic_slice_in_dim(logits.hidden, part.start, _slice_width(logits), axis=1)
@@ -696,12 +725,12 @@ def _products(logits: _Logits, weight, part):
     return einsum("rd,cd->rc", logits.hidden, weight)
 
 
-def _logits_of_products(products, scale, softcap):
+def _logits_of_products(products: jax.Array, scale: jax.Array, softcap: jax.Array | None) -> jax.Array:
     """z of W h, both `[R, C]`."""
     return softcapped(products, softcap) * scale[:, None]
 
 
-def _slice_logits(logits: _Logits, index):
+def _slice_logits(logits: _Logits, index: jax.Array) -> tuple[jax.Array, _Slice]:
     """Returns z `[R, C]` of slice `index`, and the slice."""
     products, part = _slice_products(logits, index)
     return _logits_of_products(products, logits.scale, logits.softcap), part

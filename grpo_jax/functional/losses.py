@@ -14,7 +14,7 @@ are then global. `num_completions` is global already.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -513,7 +513,12 @@ def masked_sum(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array
     return jnp.sum(jnp.where(mask, values, 0)), jnp.sum(mask, dtype=jnp.float32)
 
 
-def grpo_objective(rhos, A, pi_theta_old, pi_theta_ref, epsilon=0.2, beta=0.01) -> jax.Array:
+Vector = jax.Array | Sequence[float]  # [G]
+
+
+def grpo_objective(
+    rhos: Vector, A: Vector, pi_theta_old: Vector, pi_theta_ref: Vector, epsilon: float = 0.2, beta: float = 0.01
+) -> jax.Array:
     """J = mean(min(ρA, clip(ρ, 1 − ε, 1 + ε) A)) − β Σ π_θ log(π_θ/π_ref + 1e-10), to be maximised.
 
     The objective on probabilities of the completions of one group, as the exercise "GRPO objective" states it:

@@ -86,6 +86,8 @@ def device_index_and_count(axis_name: AxisName) -> tuple[jax.Array | int, int]:
 
 # ---- keywords of functions
 
+T = TypeVar("T")
+
 
 def constants_of(function: Callable[..., Any]) -> dict[str, float]:
     """Returns the constants of a function: its keywords whose defaults are numbers, and these defaults.
@@ -96,7 +98,7 @@ def constants_of(function: Callable[..., Any]) -> dict[str, float]:
     return {x.name: x.default for x in parameters if x.kind is x.KEYWORD_ONLY and is_known(x.default)}
 
 
-def call_with(function: Callable[..., Any], *args: Any, **context: Any) -> Any:
+def call_with(function: Callable[..., T], *args: Any, **context: Any) -> T:
     """Calls a function with those keywords that it takes."""
     known = inspect.signature(function).parameters
     return function(*args, **{name: value for name, value in context.items() if name in known})
@@ -104,7 +106,7 @@ def call_with(function: Callable[..., Any], *args: Any, **context: Any) -> Any:
 
 # ---- shapes of arguments
 
-F = TypeVar("F", bound=Callable)
+F = TypeVar("F", bound=Callable[..., Any])
 # Other types of masks would select by ~ and sum in ways that differ between functions.
 _MASKS = ("mask", "completion_mask", "where", "keep", "desirable")
 _Sizes = Mapping[str, tuple[int, ...]]  # axis -> its size, or the sizes of ...
@@ -123,7 +125,7 @@ def takes(**forms: str) -> Callable[[F], F]:
         signature = inspect.signature(function)
 
         @wraps(function)
-        def checked(*args, **kwargs):
+        def checked(*args: Any, **kwargs: Any) -> Any:
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:  # let the call raise its own error

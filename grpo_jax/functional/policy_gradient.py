@@ -11,6 +11,7 @@ T tokens; advantages are `[...]`, one per completion, or `[..., T]`, one per tok
 
 from collections.abc import Callable, Container
 from functools import update_wrapper
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -278,7 +279,9 @@ def ratio_term(log_ratio: Callable[..., jax.Array], surrogate: Callable[..., jax
     """
 
     @takes(**_TERM)
-    def term(logprobs, old_logprobs, advantages, mask, **constants):
+    def term(
+        logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, mask: jax.Array, **constants: Any
+    ) -> jax.Array:
         refuse_epsilon(constants)
         return surrogate(log_ratio(logprobs, old_logprobs, mask), advantages, **constants)
 

@@ -8,6 +8,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from functools import partial, update_wrapper
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp  # noqa: F401, read by the examples
@@ -21,7 +22,7 @@ from grpo_jax.functional.numerics import call_with, check_above
 _NONE: Mapping[str, float] = MappingProxyType({})
 
 
-def ignore_lengths(advantages: Callable[..., jax.Array], **constants) -> Callable[..., jax.Array]:
+def ignore_lengths(advantages: Callable[..., jax.Array], **constants: Any) -> Callable[..., jax.Array]:
     """Adapts a function of only rewards to the arguments of `Objective.advantages`.
 
     Args:
@@ -38,7 +39,7 @@ def ignore_lengths(advantages: Callable[..., jax.Array], **constants) -> Callabl
     """
     function = partial(advantages, **constants)
 
-    def rewards_advantage(rewards, lengths, **context):
+    def rewards_advantage(rewards: jax.Array, lengths: jax.Array, **context: Any) -> jax.Array:
         return call_with(function, rewards, **context)
 
     return update_wrapper(rewards_advantage, function, ())  # `inspect.signature` then finds its keywords

@@ -251,7 +251,7 @@ def sum_over_queries(weights: jax.Array, queries: jax.Array, dtype: Any = jnp.fl
     if not traits_of_backend().reorders_sums or weights.shape[-1] < _MANY_KEYS:
         return einsum("nkgcr,nkgre->nkgce", transposed(weights), queries, dtype=dtype)
     # The transpose reads the large factor in order. Without the barrier XLA exchanges the factors again.
-    summed = jax.lax.optimization_barrier(einsum("nkger,nkgrc->nkgec", transposed(queries), weights))
+    summed: jax.Array = jax.lax.optimization_barrier(einsum("nkger,nkgrc->nkgec", transposed(queries), weights))
     return summed.swapaxes(-1, -2).astype(dtype)
 
 
@@ -279,10 +279,11 @@ def times_transposed(x: jax.Array, matrix: jax.Array, dtype: Any, *, by_columns:
     if not multiplies_by_columns(x.dtype):
         return contract(rows, matrix, 1, 1, dtype).reshape(*leading, -1)
     fixed = jax.lax.optimization_barrier
-    columns = fixed(contract(matrix, fixed(rows.T), 1, 0, dtype))
+    columns: jax.Array = fixed(contract(matrix, fixed(rows.T), 1, 0, dtype))
     if by_columns:
         return jnp.moveaxis(columns.reshape(-1, *leading), 0, -1)
-    return fixed(columns.T).reshape(*leading, -1)
+    product: jax.Array = fixed(columns.T)
+    return product.reshape(*leading, -1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -296,12 +297,16 @@ def inverse_rms(x: jax.Array, eps: float) -> jax.Array:
     return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + eps)
 
 
-def _rms_norm_forward(x, scale, eps):
+def _rms_norm_forward(
+    x: jax.Array, scale: jax.Array, eps: float
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     inverse = inverse_rms(x, eps)
     return (x.astype(jnp.float32) * inverse * scale).astype(x.dtype), (x, scale, inverse)
 
 
-def _rms_norm_backward(eps, residuals, gradient):
+def _rms_norm_backward(
+    eps: float, residuals: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """∂L/∂x = (s g − x̂ mean(s g x̂)) / rms and ∂L/∂s = Σ g x̂, with x̂ = x / rms and g = ∂L/∂y."""
     x, scale, inverse = residuals
     normed, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)

@@ -190,7 +190,9 @@ def generalized_advantages(
     rewards, values = (jnp.where(mask, x.astype(dtype), 0) for x in (rewards, values))
     end = jnp.zeros_like(values[..., 0]) if bootstrap is None else bootstrap.astype(dtype)
 
-    def backward(carry, token):
+    def backward(
+        carry: tuple[jax.Array, jax.Array], token: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         next_value, following = carry  # following: A of the next token, or δ of the next K
         reward, value, is_token = token
         delta = reward + gamma * next_value - value

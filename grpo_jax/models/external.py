@@ -47,11 +47,11 @@ def nnx_policy(
     """
     graph, trained, *others = nnx.split(module, nnx.Param, ...)
 
-    def of_params(function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_params(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda params, *inputs: function(nnx.merge(graph, params, *others), *inputs)
 
     policy = function_policy(
-        of_params(call), cache=cache and of_params(cache), unembedding=unembedding and of_params(unembedding)
+        on_params(call), cache=cache and on_params(cache), unembedding=unembedding and on_params(unembedding)
     )
     return policy, jax.tree.map(jnp.copy, nnx.to_pure_dict(trained))
 

@@ -181,8 +181,8 @@ def model_folder(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        wanted = [*_TEXT_FILES, "*.safetensors"]
-        folder = Path(snapshot_download(str(name), allow_patterns=wanted, ignore_patterns=_SECOND_COPIES))
+        patterns = [*_TEXT_FILES, "*.safetensors"]
+        folder = Path(snapshot_download(str(name), allow_patterns=patterns, ignore_patterns=_SECOND_COPIES))
     except Exception as error:  # the hub has many classes of errors: offline, unknown, private
         raise UsageError(
             f"{name} is no folder here, and fetching it from the hub failed: {reason_of(error)}"

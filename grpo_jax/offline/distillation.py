@@ -85,15 +85,15 @@ def token_divergence(
     Returns:
       The divergence of each token, `[..., T]`, in nats.
     """
-    (own, softcap), (other, ref_softcap) = heads
-    (kind, top_k, beta), size = divergence, min(len(own), len(other))
+    (unembedding, softcap), (other, ref_softcap) = heads
+    (kind, top_k, beta), size = divergence, min(len(unembedding), len(other))
     common: Any = {"temperature": temperature, "softcap": softcap}
     if top_k:
-        logits = F.bucket_logits(hidden, own[:size], outputs.ids, **common)
+        logits = F.bucket_logits(hidden, unembedding[:size], outputs.ids, **common)
         if kind == "jsd":
             return F.jsd_full(logits, outputs.logits, beta=beta)
         return F.kl_full(logits, outputs.logits, reverse=kind == "forward_kl")
-    states = hidden, own[:size], outputs.hidden, other[:size]
+    states = hidden, unembedding[:size], outputs.hidden, other[:size]
     if kind == "jsd":
         return F.token_jsd(*states, beta=beta, ref_softcap=ref_softcap, **common)
     return F.token_kl(*states, reverse=kind == "forward_kl", ref_softcap=ref_softcap, **common)

@@ -1,4 +1,4 @@
-"""The training steps of every phase on fixed data. `fit.fit` runs the objectives of this folder."""
+"""The training steps of every phase on fixed data. `fit` runs the objectives of this folder."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass

@@ -480,7 +480,7 @@ def shape_of(
     """Returns the shape of a run.
 
     Args:
-      run: The configuration of the run.
+      run: Supplies the sampling options, the sizes of pieces, the mesh, the optimizer, the critic and the reference.
       options: The options of the model.
       prompt_tokens: The most tokens of a prompt, P.
       shards: The number of shards of a batch's prompts.

@@ -72,7 +72,7 @@ class Rewards(NamedTuple):
                 f"a reward called sys.exit({error.code!r}), perhaps in code of a completion: wrap it in a Grader, "
                 "which runs it in another process"
             ) from error
-        # functional.combine_rewards reads NaN as a reward that does not apply; here NaN must stay visible.
+        # A NaN must stay visible in the sum, so None, and not NaN, marks a reward that does not apply.
         total, applicable = np.zeros(count, np.float32), np.zeros(count, bool)
         components: dict[str, np.ndarray] = {}
         parts = np.empty(count, object)

@@ -32,7 +32,7 @@ def distillation_method(method: Method, policies: Mapping[str, Policy], config: 
     Args:
       method: GRPO or PPO.
       policies: The functions of the models by role: "policy" and "teacher".
-      config: The configuration of the run.
+      config: Supplies the divergence and its weight, the weight of rewards, and `top_entropy`.
     """
     policy, teacher, options = policies["policy"], policies["teacher"], config.distillation
     head = policy.head
@@ -89,7 +89,7 @@ def output_bytes(config: GRPOConfig, teacher: ModelConfig) -> int:
     """Returns the size in bytes of `teacher_outputs` for each token of a rollout.
 
     Args:
-      config: The configuration of the run.
+      config: Supplies the divergence.
       teacher: The configuration of the teacher's decoder.
     """
     kind, top_k, _ = config.distillation.divergence

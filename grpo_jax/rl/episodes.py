@@ -9,17 +9,19 @@ import numpy as np
 
 from grpo_jax.config import SamplingConfig
 from grpo_jax.data.episodes import ENDINGS, FAILURES, MAX_CHARACTERS, Reply, episode_return
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.types import Completion, Example, Span, Turn
 from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices, to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rewards.reward import Rewards, place_and_reason
 from grpo_jax.rl.types import Graded, Interaction, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
 from grpo_jax.sampling.sampler import Completions, limits_of
-from grpo_jax.step import Batch
+from grpo_jax.step import Array, Batch
 from grpo_jax.tasks.task import Task
 
 _RETURNS = (episode_return, f"{episode_return.__module__}:{episode_return.__name__}")
@@ -62,7 +64,7 @@ def make_episode_draw(
     check_alone("environments without servers that sample")
     programs = episode_programs(policy, task, sampling, devices)
 
-    def draw(params, prompts, numbers, temperature, noise) -> Completions:
+    def draw(params: Params, prompts: Prompts, numbers: Array, temperature: Array, noise: np.ndarray) -> Completions:
         turns = sample_turns(programs, params, (prompts.tokens, numbers, temperature), noise, devices)
         out = play(turns, to_numpy(numbers), noise, prompts.examples, task, sampling)
         host_arrays = {name: x for name, x in out._asdict().items() if isinstance(x, np.ndarray)}
@@ -84,7 +86,7 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
         )
     common: Any = {"max_tokens": sampling.max_tokens, **task.ends}
 
-    def begin_rows(shared, prompt, numbers, temperature) -> Episodes:
+    def begin_rows(shared: tuple[Params, Array], prompt: PromptTokens, numbers: Array, temperature: Array) -> Episodes:
         params, noise = shared
         return begin_episodes(
             policy,
@@ -100,11 +102,11 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
             **common,
         )
 
-    def first_turn(params, prompt, numbers, temperature, noise) -> Episodes:
+    def first_turn(params: Params, prompt: PromptTokens, numbers: Array, temperature: Array, noise: Array) -> Episodes:
         return map_rows(begin_rows, devices)((params, noise), prompt, numbers, temperature)
 
-    def next_turn(params, episodes, replies, counts, continues) -> Episodes:
-        def continue_rows(params, *rows) -> Episodes:
+    def next_turn(params: Params, episodes: Episodes, replies: Array, counts: Array, continues: Array) -> Episodes:
+        def continue_rows(params: Params, *rows: Any) -> Episodes:
             return continue_episodes(policy, params, *rows, **common)
 
         return map_rows(continue_rows, devices)(params, episodes, replies, counts, continues)

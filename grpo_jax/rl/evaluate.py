@@ -73,8 +73,8 @@ def sample_heldout(sampler: Sampler, params: Params, task: Task, config: GRPOCon
       sampler: Samples completions on the devices of the run.
       params: The parameters of the policy.
       task: Supplies the held-out prompts.
-      config: The configuration of the run. It sets the shape of the calls, the temperature of sampled completions, the
-        seed, and n (`eval_samples`). A prompt takes ⌈(n + 1) / G⌉ groups.
+      config: Supplies the shape of the calls, the temperature of sampled completions, the seed, and n
+        (`eval_samples`). A prompt takes ⌈(n + 1) / G⌉ groups.
 
     Yields:
       The calls. Counted completions are in the order of prompts, and the greedy completion of a prompt is its last.
@@ -223,7 +223,8 @@ def summary(evaluation: Evaluation, ks: Sequence[int] | None = None) -> dict[str
 @np.errstate(invalid="ignore", over="ignore")
 def prompt_means(evaluation: Evaluation) -> np.ndarray:
     """Returns avg@n of each prompt, `[M]`; NaN if no completion of the evaluation was graded."""
-    return _if_graded(evaluation.rewards, evaluation).mean(-1)
+    means: np.ndarray = _if_graded(evaluation.rewards, evaluation).mean(-1)
+    return means
 
 
 def _if_graded(values: np.ndarray, evaluation: Evaluation) -> np.ndarray:
@@ -241,6 +242,9 @@ def _graded(task: Task, texts: list[list[Completion]], size: int) -> RewardSums:
         examples = task.heldout.examples[start : start + step]
         flat = [(example, text) for example, group in zip(examples, groups, strict=True) for text in group]
         earned = task.rewards.grade([example for example, _ in flat], [text for _, text in flat])
-        return jax.tree.map(lambda x: x.reshape(len(groups), -1), earned)
+        by_prompt: RewardSums = jax.tree.map(lambda x: x.reshape(len(groups), -1), earned)
+        return by_prompt
 
-    return jax.tree.map(lambda *x: np.concatenate(x), *share_out("rewards of held-out prompts", starts, block))
+    blocks = share_out("rewards of held-out prompts", starts, block)
+    joined: RewardSums = jax.tree.map(lambda *x: np.concatenate(x), *blocks)
+    return joined

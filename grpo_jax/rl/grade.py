@@ -30,7 +30,7 @@ def make_grading(
     Args:
       task: Decodes completions, and supplies an environment if there is one.
       rewards: The rewards of the run.
-      config: The configuration of the run.
+      config: Supplies the devices, what advantages compare, and if completions are graded at all.
       compares: True if the method compares rewards within groups, and not with a critic.
       timed: Adds the seconds of a block to the time of the named part of the iteration. Default: nothing is timed.
 
@@ -272,7 +272,8 @@ def readable_group(
 
 
 def _rounded(values: np.ndarray, digits: int = 4) -> list[float]:
-    return values.astype(float).round(digits).tolist()
+    rounded: list[float] = values.astype(float).round(digits).tolist()
+    return rounded
 
 
 def token_texts(ids: list[int], text: str, task: Task) -> list[str]:
@@ -348,11 +349,13 @@ def has_spread(graded: Graded | None, metric: str = "", *, by_part: bool = False
     highest = np.where(applicable, values, -np.inf).max(-1)
     lowest = np.where(applicable, values, np.inf).min(-1)
     # Groups without any reward have no gradient either, and no step can use NaN or infinity.
-    is_usable = np.isfinite(highest) & np.isfinite(lowest)
+    spread: np.ndarray = np.isfinite(highest) & np.isfinite(lowest)
     if by_part and not metric:
         groups = zip(graded.rewards, graded.parts, applicable, strict=True)
-        return is_usable & np.array([_parts_differ(rewards[where], parts[where]) for rewards, parts, where in groups])
-    return is_usable & (highest > lowest)
+        spread &= np.array([_parts_differ(rewards[where], parts[where]) for rewards, parts, where in groups])
+    else:
+        spread &= highest > lowest
+    return spread
 
 
 def _parts_differ(rewards: np.ndarray, parts: np.ndarray) -> bool:

@@ -31,7 +31,7 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
 
     Args:
       policy: The functions of the model.
-      config: The configuration of the run.
+      config: Supplies the loss, the optimizer, the number of updates and the correction.
     """
 
     def score(models: Params, batch: Batch) -> dict[str, jax.Array]:

@@ -25,7 +25,7 @@ def check_task(task: Task, config: GRPOConfig) -> None:
 
     Args:
       task: The task of the run.
-      config: The configuration of the run.
+      config: Supplies the options of sampling, loss, critic and teacher that a task may not suit.
 
     Raises:
       UsageError: Task and options conflict. The message says what to change.

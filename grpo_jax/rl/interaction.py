@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from grpo_jax.config import SamplingConfig
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.text import spans_in_tokens
 from grpo_jax.data.types import Completion
 from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices
@@ -17,6 +18,7 @@ from grpo_jax.models.rows.geometry import PromptTokens
 from grpo_jax.rewards.reward import Rewards
 from grpo_jax.rl.types import Graded, Interaction, step_key
 from grpo_jax.sampling.sampler import Completions, limits_of, sample_groups
+from grpo_jax.step import Array
 from grpo_jax.tasks.task import Task
 
 
@@ -37,8 +39,10 @@ def make_text_draw(
 ) -> tuple[Callable[..., Completions], Callable[..., Completions]]:
     """Returns the function `draw` of a `Sampler`, and its program, which is compiled at its first call."""
 
-    def sample(params, prompt, numbers, temperature, noise) -> Completions:
-        def sample_rows(shared, prompt, numbers, temperature) -> Completions:
+    def sample(params: Params, prompt: PromptTokens, numbers: Array, temperature: Array, noise: Array) -> Completions:
+        def sample_rows(
+            shared: tuple[Params, Array], prompt: PromptTokens, numbers: Array, temperature: Array
+        ) -> Completions:
             params, noise = shared
             return sample_completions(policy, task, sampling, params, prompt, numbers, temperature, step_key(*noise))
 
@@ -46,7 +50,7 @@ def make_text_draw(
 
     run_program = jit_on_devices(sample, 0, devices=devices)
 
-    def draw(params, prompts, numbers, temperature, noise) -> Completions:
+    def draw(params: Params, prompts: Prompts, numbers: Array, temperature: Array, noise: np.ndarray) -> Completions:
         noise = to_devices(noise, devices, axes=None)
         return run_program(params, prompts.tokens, numbers, temperature, noise)
 

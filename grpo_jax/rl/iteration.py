@@ -107,7 +107,7 @@ def make_iteration(
       trained, frozen: Initial parameters by role, on the devices, as `models.params.tree.split` returns them.
       task: Supplies the prompts and decodes completions.
       rewards: The rewards of the run.
-      config: The configuration of the run.
+      config: Chooses the source of rollouts and how they are graded; supplies the seed, the devices and what is logged.
       timed: Adds the seconds of a block to the time of the named part of the iteration.
       journal: Keeps completions, so that a run that was killed does not sample them again. Default: nothing is kept.
     """
@@ -152,7 +152,10 @@ def make_iteration(
             arrays = to_devices(arrays, devices, axes=REWARD_AXES)
             seed_and_step = to_devices(np.array([config.seed, step], np.uint32), devices, axes=None)
             # The program donates the state, but not the rollouts that the source keeps.
-            return programs.learn(state._replace(source=()), frozen, batch, arrays, seed_and_step)
+            learned: tuple[TrainState, Learned] = programs.learn(
+                state._replace(source=()), frozen, batch, arrays, seed_and_step
+            )
+            return learned
 
     # Models that only score take no part in an update.
     updated = {role: part for role, part in frozen.items() if role in TRAINED_ROLES}
@@ -181,7 +184,9 @@ def make_iteration(
         def skipped_arrays() -> dict[str, Any]:
             # Leave out the outputs of a teacher: they may be large, and can be computed again.
             arrays = {name: x for name, x in batch._asdict().items() if isinstance(x, jax.Array | PromptTokens)}
-            return to_numpy(arrays | {"advantages": learned.advantages, "prompts": learned.order[first_skipped]})
+            arrays |= {"advantages": learned.advantages, "prompts": learned.order[first_skipped]}
+            on_host: dict[str, Any] = to_numpy(arrays)
+            return on_host
 
         name, most = f"{phase}_{step:06d}_{first_skipped + 1}", min(config.optimizer.max_skipped, config.num_updates)
         reward, warnings = rollout.metrics["reward"], dict(rollout.warnings)

@@ -57,7 +57,7 @@ def ppo_method(method: Method, policies: Mapping[str, Policy], config: GRPOConfi
     Args:
       method: GRPO.
       policies: The functions of the models by role: "policy", and "critic" for the decoder of a separate critic.
-      config: The configuration of the run.
+      config: Supplies the options of the critic, the optimizer that both share, and the KL in the reward.
     """
     policy, critic, options = policies["policy"], policies.get("critic", policies["policy"]), config.critic
     bootstraps = options.bootstrap_truncated

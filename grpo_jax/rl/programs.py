@@ -73,7 +73,7 @@ def make_programs(
       policies: The functions of the model, or of all models by role: "policy", "critic" for the decoder of a separate
         critic, and "teacher".
       task: Supplies the widths of prompts and the special tokens.
-      config: The configuration of the run.
+      config: All options, which are checked first. A critic or a teacher among them changes the method.
       method: One or several functions that change the method of `make_method`, in this order. Default: none.
       sampler: Samples completions on the devices of the run. Default: the policy samples.
 
@@ -99,7 +99,7 @@ def make_method(policies: Mapping[str, Policy], config: GRPOConfig) -> Method:
 
     Args:
       policies: The functions of the models by role, as in `make_programs`.
-      config: The configuration of the run.
+      config: Names the critic and the teacher, if there are any, and supplies their options and those of GRPO.
     """
     method = grpo_method(policies["policy"], config)
     if config.has_critic:
@@ -122,24 +122,24 @@ def make_method_programs(
       method: The method, such as GRPO or PPO.
       policy: The functions of the model.
       task: Supplies the widths of prompts and the special tokens.
-      config: The configuration of the run, already validated.
+      config: Supplies the sampling options, the devices and the size of pieces; already validated.
       sampler: Samples completions on the devices of the run. Default: the policy samples.
     """
     sampler = sampler or make_sampler(policy, task, config.sampling, devices=sampling_devices(config))
     devices = devices_of(config)
 
-    def score(trained, extras, frozen, batch):
+    def score(trained: Params, extras: Mapping[str, Any], frozen: Any, batch: Batch) -> dict[str, Any]:
         return score_rollout(method, config, models_of(trained, frozen, extras), batch, devices=devices)
 
     score_program: Any = jit_on_devices(score, 0, devices=devices) if method.scorers else None
 
-    def score_batch(trained, extras, frozen, batch):
+    def score_batch(trained: Params, extras: Mapping[str, Any], frozen: Any, batch: Batch) -> Batch:
         fields = score_program(trained, extras, frozen, batch) if score_program else {}
         if takes_sampler_logprobs(config):
             fields["old_logprobs"] = batch.sampler_logprobs
         return batch._replace(**fields)
 
-    def initial_state(trained):
+    def initial_state(trained: Params) -> TrainState:
         state = init_state(jax.tree.map(jnp.copy, trained), method.optimizer)
         return state._replace(extras=method.initial_extras(trained))
 

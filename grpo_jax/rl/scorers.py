@@ -31,7 +31,7 @@ def score_rollout(
 
     Args:
       method: The method, such as GRPO or PPO.
-      config: The configuration of the run.
+      config: Supplies the size of the pieces.
       models: Parameters by role, before the update.
       batch: The sampled batch.
       devices: The devices that share the rows.
@@ -47,7 +47,8 @@ def score_rollout(
         tokens = rows.completion_ids.shape[-1]
         rows = with_ends(rows) if method.scores_ends else rows
         scores = computed_in_pieces(score_piece, rows, method.pieces(rows, piece_tokens=config.piece_tokens))
-        return jax.tree.map(lambda x: x[:, :, :tokens], scores)
+        fields: dict[str, Any] = jax.tree.map(lambda x: x[:, :, :tokens], scores)
+        return fields
 
     return map_rows(score_rows, devices)(models, batch)
 
@@ -73,7 +74,7 @@ def old_scorer(
 
     Args:
       score: (models by role, batch) -> fields of the batch, among them `old_logprobs` and `old_entropy`.
-      config: The configuration of the run, which determines if these two are needed.
+      config: Determines if these two are needed.
       values: Further fields that are needed, such as the values of a critic.
     """
     needed = [*values]

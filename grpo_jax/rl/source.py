@@ -80,7 +80,9 @@ class Sampler(NamedTuple):
 
     def complete(self, params: Params, *args: Any) -> Completions:
         """Samples as `sample` does, and returns NumPy arrays. The parameters may be on a single device."""
-        return all_rows(self.sample(self.take(place(params, self.devices)), *args)[1], self.devices)
+        sampled = self.sample(self.take(place(params, self.devices)), *args)[1]
+        completions: Completions = all_rows(sampled, self.devices)
+        return completions
 
 
 def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, devices: Devices = ONE_DEVICE) -> Sampler:
@@ -144,7 +146,7 @@ def make_start(sampler: Sampler, task: Task, config: GRPOConfig) -> Start:
     Args:
       sampler: Samples completions on the devices of the run.
       task: Supplies the prompts.
-      config: The configuration of the run.
+      config: Supplies the shape and the temperatures of a rollout, and the seed.
     """
     numbers = to_devices(completion_numbers(config.sampling), sampler.devices)
     temperature = to_devices(group_temperatures(config.sampling), sampler.devices)
@@ -167,7 +169,7 @@ def make_source(draw: Draw, task: Task, config: GRPOConfig) -> Source:
     Args:
       draw: Samples a rollout.
       task: Supplies the prompts.
-      config: The configuration of the run.
+      config: Supplies the staleness.
     """
     if config.sampling.staleness:
         return sampled_ahead(draw, task, config.sampling)
@@ -295,7 +297,7 @@ def with_spread(
       draw: Samples further rollouts of the step with the current policy.
       grade: Adds rewards to a rollout.
       report: (rollout, step) -> rollout with metrics and warnings about all groups of the step.
-      config: The configuration of the run.
+      config: Supplies the number of groups and of draws, the steps of the run, and what advantages compare.
       devices: The devices that share the rows.
       metric: The component whose spread counts. Default: the weighted sum, or turns or spans if the method compares
         these. With a length penalty in the sum, nearly every group has some spread.
@@ -370,5 +372,5 @@ def select_groups(batches: list[Batch], groups: np.ndarray, devices: Devices = O
 @partial(jax.jit, static_argnames="devices")
 def _choose(chosen: Batch, batch: Batch, places: jax.Array, *, devices: Devices) -> Batch:
     """Selects groups from the concatenation of both batches, and shards them over devices."""
-    picked = jax.tree.map(lambda one, other: jnp.concatenate([one, other])[places], chosen, batch)
+    picked: Batch = jax.tree.map(lambda one, other: jnp.concatenate([one, other])[places], chosen, batch)
     return spread_over(picked, devices)

@@ -40,7 +40,7 @@ def learn(
 
     Args:
       method: The method, such as GRPO or PPO.
-      config: The configuration of the run.
+      config: Supplies epochs, minibatches, the size of pieces, and the first weight of the KL.
       state: The state before the updates. Callers that compile this function donate it.
       frozen: Parameters that are not trained, by role. A "reference" among them is the initial policy.
       batch: The scored batch of N prompts.
@@ -93,7 +93,7 @@ def update_epochs(
       optimizer_step: (state, minibatch) -> (state, metrics).
       state: The state before the updates.
       batch: The batch of N prompts, with advantages.
-      config: The configuration of the run.
+      config: Supplies the numbers of epochs and minibatches.
       seed_and_step: The seed of the run, and the number of the iteration, from 0.
       devices: The devices that share the rows.
 
@@ -112,7 +112,7 @@ def update_epochs(
     else:
 
         def minibatch(prompts: jax.Array) -> Batch:
-            chosen = jax.tree.map(lambda x: x[prompts], batch)
+            chosen: Batch = jax.tree.map(lambda x: x[prompts], batch)
             return spread_over(chosen, devices)
 
         order = minibatch_order(*seed_and_step, num_prompts, epochs=epochs, minibatches=minibatches)

@@ -139,8 +139,8 @@ class Checkpoints:
         shapes = jax.eval_shape(like)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._check_room(shapes)
-        found = self._where_to_go_on() if hosts.is_first() else None
-        step, self.lines, self.scores = hosts.first_says("where the run goes on", found or (0, {}, {}))
+        newest = self._where_to_go_on() if hosts.is_first() else None
+        step, self.lines, self.scores = hosts.first_says("where the run goes on", newest or (0, {}, {}))
         if not step:
             return like(), 0
         targets = _placed(_items(shapes), None if shardings is None else _items(shardings(shapes)))
@@ -174,7 +174,7 @@ class Checkpoints:
         for step in sorted(steps, reverse=True):
             seal, wrong = check_seal(self._folder / str(step), prefix)
             if seal:
-                if seal["version"].rpartition(".")[0] != __version__.rpartition(".")[0]:
+                if seal["version"].rpartition(".")[0] not in _READABLE:
                     raise UsageError(
                         f"checkpoint {step} in {self._folder} was written by grpo_jax {seal['version']}, and this is "
                         f"{__version__}, which cannot read it: take that version, or start a new run"
@@ -312,6 +312,7 @@ def params_sha256(params: Any) -> str:
 
 _SEAL_FILE = "digests.json"  # in the checkpoint's folder, so that both are deleted together
 _DIGEST = "digest"  # the key for the digest of the seal itself
+_READABLE = ("0.2", "0.3")  # versions whose checkpoints have this form
 # Files that orbax may write after a checkpoint is sealed. This module does not read them.
 _UNSEALED = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 

@@ -65,7 +65,7 @@ class Task(NamedTuple):
 
     @property
     def ends(self) -> dict[str, Any]:
-        """What ends a completion, as arguments of samplers."""
+        """The tokens and texts that end a completion, as arguments of samplers."""
         return {"eos_ids": self.eos_ids, "stop": self.stop}
 
     def read(self, ids: Sequence[int], *, truncated: bool | None = None) -> Completion:

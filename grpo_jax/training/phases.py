@@ -60,7 +60,7 @@ def train(
       params: Initial parameters by role: {"policy": ...}, and optionally "critic" and "teacher". The policy is also the
         reference, if there is one. Only the adapters of `lora.Adapted` parameters are trained.
       task: Supplies the prompts and decodes completions.
-      config: The configuration of the run.
+      config: The options that the programs were made for. Those that act only on the host may differ.
       run: The folder for lines and checkpoints.
       programs: The programs of the run. Phases that differ only in the reward can share them.
       phase: The name of the phase, which names lines and checkpoints.
@@ -243,7 +243,7 @@ def train_with_evaluation(
     Args:
       params: Initial parameters by role.
       task: Supplies the prompts, and the reward of held-out completions.
-      config: The configuration of the run.
+      config: As in `train`. It also supplies the seed and the number of held-out samples.
       run: The folder for lines and checkpoints.
       programs: The programs of the run.
       phase: The name of the phase, which names lines and checkpoints.

@@ -72,7 +72,7 @@ def load_models(
 
     Args:
       options: The options of the model.
-      config: The configuration of the run.
+      config: Names the teacher, and supplies the devices and the seed of adapters.
       pretrained: A model that is already loaded, as in `load_model`.
       weights: False to load no weights, only what a plan needs.
       tokenizer: A tokenizer for the policy, as in `load_pretrained`.
@@ -167,19 +167,19 @@ def load_frozen(role: str, name: str | Path, options: ModelOptions, student: Pre
     return model
 
 
-def check_vocabulary(tokens: Mapping[str, int], own: Mapping[str, int], name: str) -> None:
+def check_vocabulary(tokens: Mapping[str, int], policy_tokens: Mapping[str, int], name: str) -> None:
     """Raises if a frozen model and the policy have different tokens.
 
     Args:
       tokens: The vocabulary of the frozen model: token -> id.
-      own: The vocabulary of the policy: token -> id.
+      policy_tokens: The vocabulary of the policy: token -> id.
       name: The role and name of the frozen model.
 
     Raises:
       UsageError: The vocabularies differ. The message names a token.
     """
-    for token, _ in sorted(tokens.items() ^ own.items()):
-        ids = [vocabulary.get(token, "no token") for vocabulary in (tokens, own)]
+    for token, _ in sorted(tokens.items() ^ policy_tokens.items()):
+        ids = [vocabulary.get(token, "no token") for vocabulary in (tokens, policy_tokens)]
         raise UsageError(
             f"the {name} has another tokenizer than the model: {token!r} is {ids[0]} there and {ids[1]} here; name a "
             "model with the same tokenizer"
@@ -213,7 +213,7 @@ def programs_of(
     Args:
       models: The models, with a teacher if the options need one.
       task: Supplies the prompts and the reward.
-      config: The configuration of the run, which may add a critic.
+      config: All options, which may add a critic.
       sampler: Samples completions instead of the policy; None: the policy samples.
 
     Raises:

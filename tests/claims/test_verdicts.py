@@ -183,7 +183,7 @@ def test_the_deviation_behind_an_interval():
     assert simulated.seen(decision) == pytest.approx(np.std(values[: decision.seeds], ddof=1))
 
 
-def test_the_simplest_row_that_ties_with_the_best_is_chosen():
+def test_the_simplest_of_tied_rows_is_chosen():
     best, noise = np.array([0.6, 0.7, 0.5, 0.65]), np.array([0.01, -0.01, 0.012, -0.012])
     rows = {"none": best - 0.1 + noise, "simple": best - 0.002 + noise, "other": best - 0.001 - noise, "best": best}
     assert verdicts.choose(rows) == "simple"

@@ -43,7 +43,7 @@ def test_short_help_says_how_to_see_all_options(capsys, monkeypatch, method):
     assert f"\n--help-all shows all {len(types)} options.\n" in first
 
 
-def test_help_lists_the_constants_of_a_preset_with_default_range_and_source(capsys, monkeypatch):
+def test_help_lists_constants_of_a_preset(capsys, monkeypatch):
     words = " ".join(page(capsys, monkeypatch, "--preset", "sapo", "--correction", "icepop", "--help").split())
     assert "tau_positive=1: τ where A > 0, above 0; 1.0 from the paper." in words
     assert "ddof=1: the number subtracted from G in the variance. 1, the sample deviation, as in TRL" in words

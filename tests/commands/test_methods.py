@@ -71,7 +71,7 @@ def test_a_transcript_becomes_messages_by_default(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("method", OFFLINE)
-def test_long_texts_stay_whole_by_default_and_losses_are_warnings(folder, tmp_path, capsys, method):
+def test_long_texts_stay_whole_by_default(folder, tmp_path, capsys, method):
     rows = [{"prompt": 18 * "1+" + f"{i % 10}{i // 10}=", "label": True} for i in range(40)]
     rows = [row | {"completion": "1", "chosen": "1", "rejected": "2"} for row in rows]
     short = ("--warmup-steps", 0, "--steps", 1, "--eval-every", 0)
@@ -85,7 +85,7 @@ def test_long_texts_stay_whole_by_default_and_losses_are_warnings(folder, tmp_pa
         assert "dropped" not in warnings
 
 
-def test_runs_and_commands_with_the_former_name_of_rows_continue(folder, tmp_path, capsys):
+def test_the_former_name_of_rows_still_works(folder, tmp_path, capsys):
     options = (*PAIRS, "--decay", "none", "--run-dir", tmp_path / "run", "--no-compilation-cache", "--model", "model")
     train.command([*map(str, ("--method", "dpo", "--data", "rows.jsonl", *options, "--steps", 4))])
     file = tmp_path / "run/config.json"
@@ -105,7 +105,7 @@ def test_runs_and_commands_with_the_former_name_of_rows_continue(folder, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
-def test_runs_from_before_the_critic_was_a_group_continue(folder, tmp_path, method):
+def test_runs_without_a_group_critic_continue(folder, tmp_path, method):
     """The files are those that the commit before wrote: of GRPO without a critic, and of PPO with a group `run`."""
     out = tmp_path / "run"
     out.mkdir()
@@ -168,7 +168,7 @@ OPTIMIZED = [(method, name) for method in train.METHODS for name in ("muon", "si
 
 
 @pytest.mark.parametrize(("method", "name"), slow_unless([("grpo", "muon"), ("sft", "sign.py:signs")], OPTIMIZED))
-def test_methods_train_with_muon_and_with_a_users_optimizer(folder, tmp_path, capsys, method, name):
+def test_methods_train_with_other_optimizers(folder, tmp_path, capsys, method, name):
     """A sign moves each number by the rate. Muon moves those of a matrix by about a fifth of it."""
     file, out = tmp_path / "sign.py", tmp_path / "run"
     file.write_text("import optax\n\ndef signs(schedule): return optax.sign_sgd(schedule)\n")
@@ -249,7 +249,7 @@ def test_a_run_is_extended_by_its_folder_alone(folder, tmp_path, capsys, method,
 
 
 @pytest.mark.parametrize("method", slow_unless(["grpo", "dpo"], train.METHODS))
-def test_the_score_of_the_start_is_logged_once_before_training(folder, tmp_path, capsys, method):
+def test_the_start_is_scored_once_before_training(folder, tmp_path, capsys, method):
     args = (*options_of(method), "--eval-every", 0, "--decay", "none")
     steps = args[args.index("--steps") + 1]
     run(folder, tmp_path / "run", method, *args, "--steps", steps // 2)

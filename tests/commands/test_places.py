@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_made_is_named(place, capsys, args):
 
 
 @pytest.mark.parametrize("args", [["evaluate", "--out", "readonly"], ["sample", "--json", "readonly/x.jsonl"]])
-def test_a_folder_that_cannot_be_written_is_named_before_sampling(place, capsys, monkeypatch, args):
+def test_an_unwritable_folder_is_named_before_sampling(place, capsys, monkeypatch, args):
     monkeypatch.setattr(evaluate, "sample_and_score", lambda *_, **__: pytest.fail("it sampled"))
     monkeypatch.setattr(sample, "sample", lambda *_, **__: pytest.fail("it sampled"))
     (place / "readonly").mkdir(0o555)
@@ -293,7 +293,7 @@ HARMED_FILES = [
 
 
 @pytest.mark.parametrize(("name", "harm"), HARMED_FILES)
-@pytest.mark.parametrize("read", [export, lambda: model_and_task.load(evaluate.Options(model="run"))])
+@pytest.mark.parametrize("read", [export, lambda: model_and_task.load_sampling_model(evaluate.Options(model="run"))])
 def test_a_model_description_that_changed_is_refused(place, name, harm, read):
     harm(place / "run/model" / name)
     with pytest.raises(UsageError, match=f"not what they were when the run in .* began: {name} of the model"):

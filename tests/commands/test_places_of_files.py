@@ -241,7 +241,7 @@ def grpo_places(folder: Path, model: Path, rows: Callable[[int], list[dict]], *o
         if place == "resumed":
             return trained(run, 2, "--resume")
         if place == "evaluation":
-            pretrained = model_and_task.load(evaluate.Options(model=str(run)))[0]
+            pretrained = model_and_task.load_sampling_model(evaluate.Options(model=str(run)))[0]
             return evaluated(run)._replace(files=run / "model", pretrained=pretrained)
         return exported() if place == "exported" else engine()
 
@@ -361,7 +361,7 @@ def supervised(tmp_path_factory):
             return Seen(folder / "exported", texts=texts(options, 0, pretrained), pretrained=pretrained)
         pretrained, lines = load_pretrained(model), read_lines(run / "metrics.jsonl")
         if place == "evaluation":
-            pretrained = model_and_task.load(evaluate.Options(model=str(run)))[0]
+            pretrained = model_and_task.load_sampling_model(evaluate.Options(model=str(run)))[0]
             return Seen(
                 run / "model", texts=texts(resume, 1, pretrained), nll=lines[0]["heldout_nll"], pretrained=pretrained
             )

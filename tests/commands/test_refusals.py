@@ -163,7 +163,7 @@ def test_bad_input_is_refused_before_a_run_exists(folder, capsys, start, args, w
         ({"method": "dpo", "heldout_share": 0.1}, "learned from rows without a reward: name others with --task"),
     ],
 )
-def test_a_run_without_a_task_says_what_it_is(folder, tmp_path, capsys, command, saved, words):
+def test_a_run_without_a_task_names_itself(folder, tmp_path, capsys, command, saved, words):
     (tmp_path / "checkpoints/x").mkdir(parents=True)
     (tmp_path / "config.json").write_text(json.dumps(saved | {"task": "rows.jsonl"}))
     assert words in refusal(capsys, command, tmp_path)
@@ -193,7 +193,7 @@ def test_lists_and_files_of_options_are_given_once(folder, capsys, start, args, 
         (("--seed", "4", "--seed", "4"), ""),
     ],
 )
-def test_a_note_has_both_values_of_an_option_that_is_given_twice(capsys, args, words):
+def test_a_note_has_both_values_of_an_option(capsys, args, words):
     @dataclass(frozen=True)
     class Options:
         seed: int = 0
@@ -233,7 +233,7 @@ def test_dry_run_prints_the_plan_without_loading_weights(folder, capsys):
 @pytest.mark.parametrize(
     ("options", "usual"), [(("--learning-rate", "1e-6"), "4e-04"), (("--lora-rank", "2"), "3e-03")]
 )
-def test_rates_ten_times_off_are_told_before_the_run(folder, tmp_path, capsys, options, usual):
+def test_rates_ten_times_off_are_warnings(folder, tmp_path, capsys, options, usual):
     args = [*STARTS["task"].split(), "--reward", "rewards.py:low", *options]
     commands.main([*args, "--dry-run"])
     sentence = f"but {usual} trained models of about"

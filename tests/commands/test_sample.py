@@ -110,7 +110,7 @@ def test_each_reward_has_its_numbers(folder, tmp_path, capsys):
         assert line["rewards"] == pytest.approx(2 * solved + sum(others))  # "nothing" applies to no completion
 
 
-def test_a_chat_model_gets_its_template_and_copies_the_message(folder, tmp_path, capsys):
+def test_a_chat_model_gets_its_template(folder, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(REWARDS)
     model = with_template(folder, tmp_path / "model", TEMPLATE.replace("{{ m.content }}", "={{ m.content }}="))
     reward = ("--reward", f"{tmp_path}/mine.py:copies")

@@ -143,7 +143,7 @@ def arrow_rows(**fields):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_nulls_of_arrow_are_left_out_of_tools_and_calls(tmp_path, name):
+def test_tools_and_calls_lose_nulls_of_arrow(tmp_path, name):
     lines = [json.dumps(row) for row in arrow_rows()]
     (tmp_path / name).write_text("\n".join(lines) if name == "rows.jsonl" else f"[{','.join(lines)}]")
     with pytest.warns(UserWarning, match="rows.*: 6 nulls were left out of tools and their calls"):
@@ -156,7 +156,7 @@ def test_nulls_of_arrow_are_left_out_of_tools_and_calls(tmp_path, name):
     assert rows[0]["messages"][0] == arrow_rows()[0]["messages"][0]
 
 
-def test_nulls_of_arrow_define_no_variable_of_the_template(tmp_path):
+def test_nulls_of_arrow_define_no_variable(tmp_path):
     # As in SmolLM3, where a variable that is null would turn thinking off.
     template = "{% if think is not defined %}{% set think = true %}{% endif %}{{ think }} {{ effort or 'high' }}"
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()))
@@ -170,7 +170,7 @@ def test_nulls_of_arrow_define_no_variable_of_the_template(tmp_path):
     assert written == [tokenizer.apply_chat_template(ASKED, tokenize=False, **kwargs) for kwargs in stated]
 
 
-def test_nulls_stay_where_objects_have_fields_of_their_own(tmp_path):
+def test_nulls_stay_where_fields_differ(tmp_path):
     rows = arrow_rows()
     del rows[1]["messages"][0]["name"], rows[1]["tools"][0]["function"]["parameters"]["at"]
     assert read_rows(write_rows(tmp_path / "rows.jsonl", rows)) == rows
@@ -181,7 +181,7 @@ MARKS = [{"weight": 0}, {"train": False}, {"loss": False}, {"weight": 0.0, "trai
 
 @pytest.mark.parametrize("mark", MARKS)
 @pytest.mark.parametrize("read", [read_preferences, read_ratings])
-def test_an_answer_that_is_not_to_be_learned_is_refused(tmp_path, read, mark):
+def test_an_answer_with_weight_0_is_refused(tmp_path, read, mark):
     rows = [{"prompt": ASKED, "chosen": BLUE, "rejected": [GREEN[0] | mark]}]
     if read is read_ratings:
         rows = [{"prompt": ASKED, "completion": [BLUE[0] | mark], "label": True}]

@@ -208,7 +208,7 @@ def test_texts_are_the_tokens_of_trl(tmp_path, folder):
 
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize("judged", [False, True])
-def test_rows_with_a_token_across_the_end_of_the_prompt_are_counted(folder, judged):
+def test_tokens_across_the_end_of_prompts_are_counted(folder, judged):
     tokenizer = tokenizer_of(folder, "texts")
     tokenizer.chat_template = None
     chat, end = Chat(tokenizer, (tokenizer.eos_token_id,)), [] if judged else [tokenizer.eos_token_id]
@@ -224,7 +224,7 @@ def test_rows_with_a_token_across_the_end_of_the_prompt_are_counted(folder, judg
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_reward_models_read_the_tokens_of_trl_or_of_the_policy(tmp_path, folder):
+def test_reward_models_read_trls_or_policy_tokens(tmp_path, folder):
     tokenizer = tokenizer_of(folder, "texts")
     tokenizer.chat_template = None
     config = tiny_config(len(tokenizer))
@@ -249,7 +249,7 @@ def test_reward_models_read_the_tokens_of_trl_or_of_the_policy(tmp_path, folder)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_prompt_keeps_a_token_and_its_special_ones(folder):
+def test_a_prompt_keeps_its_special_tokens(folder):
     tokenizer = tokenizer_of(folder, "texts")
     tokenizer.chat_template = None
     chat, bos = Chat(tokenizer, (tokenizer.eos_token_id,)), tokenizer.bos_token or ""
@@ -301,7 +301,7 @@ def test_replies_in_a_template_are_its_text(folder, template):
         assert read(encode(text))["content"] == text
 
 
-def test_a_tokenizer_with_dropout_encodes_a_text_one_way(tmp_path):
+def test_a_tokenizer_with_dropout_is_deterministic(tmp_path):
     shutil.copytree(DATA / "gpt2-tokenizer", tmp_path, dirs_exist_ok=True)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     tokenizer["model"]["dropout"] = 0.5

@@ -246,7 +246,7 @@ def test_stop_texts_are_requested_and_end_answers(server, tmp_path):
 
 
 @pytest.mark.parametrize("failure", [None, 503, 429])
-def test_only_failed_requests_repeat_if_the_server_kept_its_parameters(server, tmp_path, failure, monkeypatch):
+def test_only_failed_requests_are_repeated(server, tmp_path, failure, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     server.tamper = lambda number, answer: failure if number == 2 else answer
     answers = complete(engine_of(server, tmp_path))
@@ -303,7 +303,7 @@ def test_servers_that_refuse_parameters_are_reported(server, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("has_worker", [False, True])
-def test_a_folder_that_the_server_cannot_see_is_refused_at_once(server, tmp_path, monkeypatch, has_worker):
+def test_a_folder_unseen_by_the_server_is_refused(server, tmp_path, monkeypatch, has_worker):
     server.has_worker, reply = has_worker, server.call_workers
     elsewhere = {"weights_path": "/nowhere"}, {"folder": "/nowhere"}
     monkeypatch.setattr(
@@ -376,7 +376,7 @@ def test_dropped_loads_are_noticed(scoring, tmp_path, monkeypatch, has_worker, i
     assert len(scoring.completions()) == asked
 
 
-def test_other_parameters_and_other_processing_have_their_own_sentence(scoring, tmp_path, monkeypatch):
+def test_other_parameters_and_processing_have_own_sentences(scoring, tmp_path, monkeypatch):
     monkeypatch.setattr(scoring, "_score", lambda folder, ids, temperature: score_of_file(folder, ids, 1.0))
     words = stop_words(engine_with_proof(scoring, tmp_path), np.array([1.0]))
     assert "log-probabilities of sampled tokens differ from the trainer's by 1 nats" in words
@@ -406,7 +406,7 @@ def test_single_tokens_may_be_far_off_in_bfloat16(scoring, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("base", "loads"), [(0.9, 0), (0.8, 1)])
-def test_the_base_of_adapters_is_loaded_if_the_server_holds_another(scoring, tmp_path, base, loads):
+def test_the_base_of_adapters_replaces_another(scoring, tmp_path, base, loads):
     """The adapters of this stub replace the base."""
     engine = engine_with_proof(scoring, tmp_path)
     for value in (1.0, 2.0):
@@ -436,7 +436,7 @@ def test_groups_go_to_servers_by_their_numbers(servers, tmp_path):
 
 
 @pytest.mark.parametrize("failure", [None, 503, 500])
-def test_the_groups_of_a_failed_server_go_to_the_others(servers, tmp_path, capsys, failure):
+def test_other_servers_take_over_failed_groups(servers, tmp_path, capsys, failure):
     servers[0].tamper = lambda number, answer: failure if number >= 1 else answer
     engine = engine_of(servers, tmp_path)
     answers = complete(engine, np.ones(2), PAIRS)
@@ -446,7 +446,7 @@ def test_the_groups_of_a_failed_server_go_to_the_others(servers, tmp_path, capsy
     assert all(server.version != INITIAL for server in servers)
 
 
-def test_a_server_that_starts_later_samples_from_then_on(servers, tmp_path, capsys):
+def test_a_server_that_starts_later_samples(servers, tmp_path, capsys):
     servers[0].stop()
     engine = engine_of(servers, tmp_path)
     assert f"{servers[0].url} (" in capsys.readouterr().out

@@ -172,7 +172,7 @@ def test_server_runs_equal_local_runs(server, whole, tmp_path, kind, rank):
     assert len(server.adapters) == (1 if rank else 0)
 
 
-def test_each_step_has_the_seconds_of_its_own_rollout(server, params, tmp_path):
+def test_each_step_has_its_rollouts_seconds(server, params, tmp_path):
     def wait(number, answer):
         time.sleep(0.02)
         return answer

@@ -71,7 +71,7 @@ def test_tokens_at_the_border_are_counted(case):
     assert computed == is_border
 
 
-def test_a_token_outside_its_support_has_a_finite_probability():
+def test_tokens_outside_supports_have_finite_probabilities():
     sampling = with_options(CONFIG, top_k=2).sampling
     ids, logprob, kept, is_border = support_of(jnp.log(jnp.array([0.5, 0.3, 0.2])), jnp.array(2), sampling, ROUNDING)
     assert 2 in ids

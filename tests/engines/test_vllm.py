@@ -153,7 +153,7 @@ def test_ratios_are_1_before_each_update(folder, serve, tmp_path, model, adapter
     assert max(deviations) < 1e-4
 
 
-def test_a_server_that_is_started_again_changes_no_token(folder, serve, tmp_path):
+def test_a_restarted_server_changes_no_token(folder, serve, tmp_path):
     server = serve("untied", *RIGHT)
     options = ("--rollouts-every", 1, "--temperature", 0.9)
     train(folder, tmp_path / "whole", "untied", server.url, *options, steps=12)
@@ -237,7 +237,7 @@ def test_supports_are_computed_as_the_server_truncates(folder, serve, tmp_path, 
     assert max(line["support_left_out"] for line in lines) < 1e-5
 
 
-def test_replies_of_tools_continue_the_ids_that_were_sampled(folder, serve, tmp_path):
+def test_replies_of_tools_continue_sampled_ids(folder, serve, tmp_path):
     """Half of the tokens are calls of a tool, so that a random model calls it."""
     model = shutil.copytree(folder / "untied", folder / "calling", dirs_exist_ok=True)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
@@ -286,7 +286,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_end_a_run_before_it_learns_from_them(folder, serve, tmp_path, fault):
+def test_faults_end_a_run_before_it_learns(folder, serve, tmp_path, fault):
     model, options, words = FAULTS[fault]
     server = serve("other", "--dtype", "float32")
     with refused(words):
@@ -295,7 +295,7 @@ def test_faults_end_a_run_before_it_learns_from_them(folder, serve, tmp_path, fa
     assert len(steps) == (fault == "a head that stays stale")  # the first update makes the head stale
 
 
-def test_another_dtype_ends_a_run_unless_it_is_named(folder, serve, tmp_path):
+def test_an_unnamed_dtype_ends_a_run(folder, serve, tmp_path):
     server = serve("untied", "--logprobs-mode", "processed_logprobs")  # bfloat16 is vLLM's choice
     with refused("--dtype float32, or name its dtype with engine_dtype"):
         train(folder, tmp_path / "run", "untied", server.url)

@@ -72,15 +72,15 @@ ENTRY %main (start: (pred[], f32[8], f32[8]), pieces: (s32[], f32[8])) -> f32[8]
 DOUBLE = 2 * 8 * 4  # an array is read, and one is written
 
 
-def test_a_decoding_step_counts_its_kernels_and_those_that_wait():
+def test_kernels_and_the_longest_chain_are_counted():
     assert decoding_steps(TEXT) == [(4, 3, 4 * DOUBLE + 8 * 4)]  # the sum reads two arrays
 
 
-def test_loops_of_a_known_number_of_turns_count_as_often():
+def test_loops_count_as_often_as_they_turn():
     assert num_launches(TEXT) == 4 + 4
 
 
-def test_kernels_belong_to_the_part_of_the_model_that_they_are_traced_in():
+def test_kernels_belong_to_parts_of_the_model():
     assert by_group(moved_bytes(TEXT)) == {
         "norms": (1, DOUBLE),
         "attention": (1, DOUBLE),
@@ -98,7 +98,7 @@ RECORDED = {"Gemma-3-270M": (310, 245), "Qwen3-0.6B": (454, 358)}
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(find_spec, GPU_PLUGINS)), reason="needs JAX's plugin for CUDA, such as jax[cuda13]")
 @pytest.mark.parametrize("model", RECORDED)
-def test_a_decoding_step_launches_no_more_kernels_than_recorded(model):
+def test_decoding_launches_no_more_kernels_than_recorded(model):
     options = f"--model {model} --topology h100:1 --prompts-per-device 16 --prompt-tokens 64 --max-tokens 256"
     command = [sys.executable, "-m", "experiments.plan", *options.split(), "--programs", "sample"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=True)

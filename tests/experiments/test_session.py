@@ -58,7 +58,7 @@ def test_a_rehearsal_runs_the_same_commands_in_small():
     assert read_flags(real.Config, args=steps[2].args[2:]).small
 
 
-def test_settings_are_written_one_by_one_also_if_one_fails(tmp_path, monkeypatch):
+def test_settings_are_written_although_one_fails(tmp_path, monkeypatch):
     lines = settings.Line("one", options={"xla_gpu_autotune_level": "0"}), settings.Line("two", options={"xla_no": 1})
     monkeypatch.setattr(settings, "LINES", lines)
     settings.main(settings.Config(rehearse=True, out=tmp_path))

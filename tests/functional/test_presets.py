@@ -138,7 +138,7 @@ def test_advantages_are_the_formula_written_out(name):
     assert_allclose(advantages()[name], ADVANTAGES_OF.get(name, of_groups(loops.standardised)), rtol=1e-4, atol=1e-6)
 
 
-def test_a_kl_in_the_reward_is_of_each_token_or_of_completions():
+def test_kl_in_rewards_by_token_or_completion():
     """And completions that do not count are in no statistic."""
     by_token, of_sum = (
         F.PRESETS[name].compute_advantages(REWARDS, REWARD_MASK, penalty=PENALTY) for name in ("reinforce_pp", "rloo")

@@ -341,7 +341,7 @@ MARKS = [{"weight": 0}, {"train": False}, {"loss": False}]
 
 @pytest.mark.parametrize("mark", MARKS)
 @pytest.mark.parametrize(("template", "first", "expected"), LEARNED)
-def test_messages_that_are_not_to_be_learned_are_only_read(tokenizer, template, first, expected, mark):
+def test_messages_with_weight_0_are_only_read(tokenizer, template, first, expected, mark):
     tokenizer.chat_template = template
     chat = Chat(tokenizer, (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")))
     ids, whole = encode_conversation(chat, TALK, first)
@@ -354,7 +354,7 @@ def test_messages_that_are_not_to_be_learned_are_only_read(tokenizer, template, 
         assert [i for i, x in enumerate(mask) if x] == [i for turn, run in turns if turn not in left_out for i in run]
 
 
-def test_rows_without_a_message_to_learn_are_dropped_and_counted(tokenizer, tmp_path):
+def test_rows_without_a_learned_message_are_dropped(tokenizer, tmp_path):
     tokenizer.chat_template = CHATML
     nothing = [message | {"weight": 0} if message["role"] == "assistant" else message for message in TALK]
     talks = [TALK, nothing, [*TALK[:2], *nothing[2:]], [*nothing[:2], *TALK[2:]], nothing[:2]]
@@ -372,7 +372,7 @@ def test_rows_without_a_message_to_learn_are_dropped_and_counted(tokenizer, tmp_
     assert counts == {"<think>so</think>2": 24, "<think>four</think>4": 24, "": 1}
 
 
-def test_a_template_that_takes_json_gets_the_arguments_of_the_row(tokenizer):
+def test_a_template_gets_arguments_as_json(tokenizer):
     # As DeepSeek's.
     tokenizer.chat_template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name + "
     tokenizer.chat_template += "'\n' + c.function.arguments }}{% endfor %}{% endfor %}"
@@ -402,7 +402,7 @@ def test_a_template_that_loops_is_stopped(tokenizer, monkeypatch, body):
     )
 
 
-def test_a_template_is_stopped_even_if_something_swallows_the_exception(tokenizer, monkeypatch):
+def test_a_template_that_swallows_exceptions_is_stopped(tokenizer, monkeypatch):
     def loop(*_, **__):
         with suppress(TimeoutError):  # as Python does in a callback of the garbage collector
             while True:
@@ -425,7 +425,7 @@ def test_a_template_that_writes_too_much_is_refused(tokenizer):
         render(Chat(tokenizer), [USER])
 
 
-def test_half_a_surrogate_pair_in_a_template_is_refused(tokenizer):
+def test_half_a_surrogate_pair_is_refused(tokenizer):
     tokenizer.chat_template = "half \ud800" + CHATML
     with refused("holds half of a surrogate pair, which is no text: mend 'half"):
         encode_prompts(Chat(tokenizer), [[USER]])
@@ -459,7 +459,7 @@ def test_messages_that_a_template_leaves_out_are_refused(tokenizer, template, ro
         encode_conversation(chat, talk, 2)
 
 
-def test_answers_with_the_opening_of_their_turn_are_refused(tokenizer):
+def test_answers_that_open_their_turn_are_refused(tokenizer):
     tokenizer.chat_template = CHATML
     chat = Chat(tokenizer, (tokenizer.eos_token_id,))
     with refused("begins with <|im_start|>assistant, which the template adds: drop it"):

@@ -185,7 +185,7 @@ def test_the_program_of_the_page_changes_the_module(tmp_path):
     assert np.abs(end - model().embed.embedding[...]).max() > 1e-3
 
 
-def test_steps_after_the_first_call_no_module_and_compile_nothing(tmp_path, caplog):
+def test_later_steps_call_no_module(tmp_path, caplog):
     calls = []
 
     def counted(module, *inputs):

@@ -55,7 +55,7 @@ def check_program(config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("base", slow_unless(("qwen2_yarn",), BASES))
-def test_an_odd_value_of_any_key_is_read_or_refused(base, tmp_path):
+def test_odd_values_of_keys_are_read_or_refused(base, tmp_path):
     file, traced = read_json(GOLDEN / base / "config.json"), set()
     sentences = []
     paths = [*keys_of(file), *((key,) for key in MORE_KEYS if key not in file)]
@@ -117,7 +117,7 @@ def test_what_transformers_does_not_compute_is_refused(base, path, value, words,
         read_config(tmp_path)
 
 
-def test_a_mixture_without_a_layer_of_experts_is_a_plain_model(tmp_path):
+def test_a_mixture_without_experts_is_a_plain_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(sweep.changed("qwen3_moe", ("decoder_sparse_step",), 100)))
     config = read_config(tmp_path)
     assert config.experts is None
@@ -240,7 +240,7 @@ def test_the_index_decides_which_file_holds_a_tensor(twice, number):
     np.testing.assert_array_equal(loaded, params["layers"]["attention"]["q_proj"]["kernel"][0] * number)
 
 
-def test_a_tensor_in_two_files_without_an_index_is_refused(twice):
+def test_tensors_in_two_files_need_an_index(twice):
     with refused(f"{Q_PROJ} is in .*model-00002.* and in .*model-00001.*: remove one"):
         load_params(twice, load_golden("llama")[0])
     write_index(twice, [EMBEDDING], x="model-00002-of-00002.safetensors")  # does not name this tensor
@@ -309,7 +309,7 @@ def test_an_odd_rank_of_an_adapter_is_refused(rank, tmp_path):
 
 
 @pytest.mark.parametrize("place", PLACES[:2] + PLACES[3:])
-def test_gguf_is_refused_with_the_command_that_converts_it(place, folder):
+def test_gguf_is_refused_with_a_command(place, folder):
     (folder / "model.safetensors").rename(packed := folder / "model.Q4_1.gguf")
     for name in (packed, folder):
         with refused(r"GGUF .*python -c .*'model\.Q4_1\.gguf'.*from_pretrained\(d, gguf_file=f.*docs/pretrained\.md"):

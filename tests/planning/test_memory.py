@@ -267,7 +267,7 @@ NAMED = {"sgd": optax.sgd(0.1), "adafactor": optax.adafactor(0.1), "own": lion_o
 @pytest.mark.parametrize("critic", ["none", "own"])
 @pytest.mark.parametrize("lora_rank", [0, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_bytes_of_the_optimizer_are_those_of_its_state(name, lora_rank, critic, devices):
+def test_the_optimizers_bytes_are_its_states(name, lora_rank, critic, devices):
     """On the first device, which holds a part of it on a mesh."""
     model, optimizer = replace(TINY, num_key_value_heads=4), NAMED.get(name, name)
     mesh = devices.mesh or Mesh()

@@ -115,7 +115,7 @@ def test_first_screen_shows_main_curves_and_fits_phones(show, dark):
     assert min(sizes) >= 11
 
 
-def test_each_reward_has_a_curve_on_the_first_screen(show):
+def test_the_first_screen_has_a_curve_per_reward(show):
     run = rl_run()
     for line in run["lines"]:
         if line["phase"] == "grpo":

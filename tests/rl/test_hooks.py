@@ -21,7 +21,7 @@ SOURCES = [{}, {"max_rollouts": 3}, {"curriculum": 4}, {"staleness": 1}]
 
 
 @pytest.mark.parametrize("changes", SOURCES, ids=str)
-def test_hooks_see_each_rollout_before_its_update_and_each_line(tmp_path, changes):
+def test_hooks_see_each_rollout_and_line(tmp_path, changes):
     config, task = with_options(RUN, **changes), TASK._replace(curriculum=drawn)
     programs = make_programs(POLICY, task, config)
     calls, rollouts, lines = [], [], []
@@ -56,7 +56,7 @@ def test_hooks_see_each_rollout_before_its_update_and_each_line(tmp_path, change
 
 
 @pytest.mark.parametrize("hook", ["on_rollout", "on_line"])
-def test_an_error_in_a_hook_ends_the_run_which_can_resume(tmp_path, hook):
+def test_a_run_resumes_after_a_hooks_error(tmp_path, hook):
     whole = train_grpo(TASK, RUN, open_run(tmp_path / "whole", RUN), run_programs())
     failing = {hook: stopping(lambda step, value: None, 4)}
     with pytest.raises(Stop):
@@ -68,7 +68,7 @@ def test_an_error_in_a_hook_ends_the_run_which_can_resume(tmp_path, hook):
     assert_same_runs((whole.params, open_run(tmp_path / "whole", RUN)), (state.params, run))
 
 
-def test_lines_of_evaluations_and_of_the_control_reach_the_hook(tmp_path):
+def test_hooks_see_lines_of_evaluations_and_the_control(tmp_path):
     config, lines = with_options(RUN, steps=2, eval_every=1, eval_samples=1), []
     run = open_run(tmp_path, config)
     rows, checksum, state = train_with_control(

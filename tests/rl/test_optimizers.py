@@ -150,7 +150,7 @@ MUONS = [(name, devices) for devices in PLACES for name in ("all", "lora", "expe
 
 
 @pytest.mark.parametrize(("name", "devices"), slow_unless([("all", ONE), ("lora", ONE)], MUONS))
-def test_steps_of_muon_are_those_of_optax_on_matrices(name, devices):
+def test_muon_takes_the_steps_of_optax(name, devices):
     start = start_of(name)
     options = {"optimizer": "muon", "weight_decay": DECAY, "max_grad_norm": NORM}
     params, lines = taken(config_on(devices, **options), start, [a_batch()] * STEPS)
@@ -237,7 +237,7 @@ OWN = {"chain": CHAIN, "scheduled": scheduled}
     ("name", "devices"),
     slow_unless([("chain", ONE), ("scheduled", MESH)], [(name, devices) for name in OWN for devices in PLACES]),
 )
-def test_steps_of_a_users_optimizer_are_those_of_optax(name, devices):
+def test_a_users_optimizer_takes_the_steps_of_optax(name, devices):
     start = start_of("all")
     params, lines = taken(config_on(devices, optimizer=OWN[name]), start, [a_batch()] * STEPS)
     schedule = optax.join_schedules([optax.constant_schedule(0.0), optax.constant_schedule(RATE)], [1])
@@ -298,7 +298,7 @@ def test_what_is_no_optimizer_is_refused(tmp_path):
     assert load_optimizer(CHAIN) is CHAIN
 
 
-def test_the_folder_of_a_run_has_the_name_of_a_users_optimizer(tmp_path):
+def test_a_run_names_the_users_optimizer(tmp_path):
     for optimizer, name in ((CHAIN, "optax"), (scheduled, f"{__name__}.scheduled"), ("muon", "muon")):
         run = tmp_path / name
         open_run(run, recipe(optimizer=optimizer))

@@ -37,7 +37,7 @@ def test_the_file_of_four_methods_is_short():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_and_a_value_give_the_same_loss(name):
+def test_a_file_and_a_value_are_one_loss(name):
     value = getattr(own_presets, name)
     by_file, by_value = recipe(f"{FILE}:{name}"), recipe(value)
     for config in (by_file, by_value):
@@ -55,7 +55,7 @@ def test_a_file_and_a_value_give_the_same_loss(name):
     assert "preset" in differing_options(saved, dataclasses.asdict(other))
 
 
-def test_the_gradient_of_simple_policy_optimization_is_by_hand():
+def test_the_gradient_of_spo_is_by_hand():
     batch = near(POLICY, {"before": jnp.zeros((8, 5)), "after": jnp.zeros((8, 5))}, ragged_batch((4, 3, 2, 5), 8))
     advantages = np.random.default_rng(0).normal(size=batch.completion_mask.shape).astype(np.float32)
     old, mask, width = batch.old_logprobs, batch.completion_mask, 0.3
@@ -135,12 +135,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSED)
-def test_what_cannot_be_used_is_refused_in_a_sentence(options, words):
+def test_unusable_presets_are_refused_in_a_sentence(options, words):
     with refused(words):
         validate(recipe(**options))
 
 
-def test_a_preset_drops_the_constants_of_the_one_before():
+def test_a_preset_drops_former_constants():
     config = recipe("sapo", tau_positive=2.0, tau_negative=3)
     assert config.loss.constant == ("tau_negative=3", "tau_positive=2.0")
     assert with_options(config, tau_positive=4.0).loss.constants == {"tau_negative": 3, "tau_positive": 4}
@@ -149,7 +149,7 @@ def test_a_preset_drops_the_constants_of_the_one_before():
         with_options(recipe("dapo"), tau_positive=2.0)
 
 
-def test_a_run_goes_on_only_with_the_file_it_began_with(tmp_path):
+def test_a_run_resumes_only_with_its_file(tmp_path):
     """And its numbers are those of the same preset as a value."""
     file = Path(shutil.copy(FILE, tmp_path / "mine.py"))
     config = with_options(RUN, preset=f"{file}:spo", **SHORT)
@@ -172,7 +172,7 @@ def threes(rows, texts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_the_trainer_takes_a_file_and_a_value_and_resumes_bit_for_bit(tmp_path, name):
+def test_the_trainer_takes_a_file_and_a_value(tmp_path, name):
     model = str(save_tiny_model(tmp_path / "tiny", arithmetic.TEXT))
     options = {"steps": 3, "group_size": 4, "max_tokens": 4, "learning_rate": 1e-2, "checkpoint_every": 1}
 

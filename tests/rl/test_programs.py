@@ -71,7 +71,7 @@ def test_resumed_runs_compile_each_program_once(tmp_path, caplog, logged_compila
     assert PROGRAMS.items() <= count_compilations(caplog).items()
 
 
-def test_changes_of_the_caller_come_last_and_in_order():
+def test_the_callers_changes_come_last_in_order():
     def twice(method):
         return method._replace(terms=2 * method.terms)
 

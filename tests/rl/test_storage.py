@@ -399,7 +399,7 @@ def test_the_start_can_be_the_best(tmp_path):
     assert best_step(read_scores(run.path / "checkpoints/grpo")) == 0
 
 
-def test_damaged_files_beside_the_seal_do_not_change_the_best_or_the_end(tmp_path):
+def test_damaged_files_do_not_change_the_best(tmp_path):
     """Each file outside the sealed checkpoints is removed or replaced by something else that a run may write."""
     cut = run_with_scores(tmp_path / "cut", 3).path
     whole = run_with_scores(shutil.copytree(cut, tmp_path / "whole")).path
@@ -467,7 +467,7 @@ def test_changed_lines_before_a_checkpoint_are_noticed(finished, tmp_path, name,
     assert warning == f"{name} has lines of grpo that the run did not write: its curves may be wrong"
 
 
-def test_a_run_has_no_fewer_steps_than_it_has_taken(finished, tmp_path):
+def test_fewer_steps_than_taken_are_refused(finished, tmp_path):
     shutil.copytree(finished[0], tmp_path / "run")
     file = tmp_path / "run/config.json"
     config = with_options(CONFIG, steps=1)
@@ -569,13 +569,27 @@ def test_readers_use_valid_checkpoints_and_move_nothing(finished, tmp_path):
     assert (folder / "6").is_dir()  # a reader moves nothing
 
 
-def test_checkpoints_of_earlier_versions_are_refused(tmp_path, monkeypatch):
-    state = TrainState({"policy": {"w": jnp.ones(2)}}, (), jnp.int32(0), {})
-    monkeypatch.setattr(seal, "__version__", "0.1.0")
-    with Checkpoints(tmp_path) as checkpoints:
+def saved_by(version, folder, state, monkeypatch):
+    """Saves step 3 as a version of the library does."""
+    with monkeypatch.context() as patch, Checkpoints(folder) as checkpoints:
+        patch.setattr(seal, "__version__", version)
         checkpoints.save(state, 3)
-    monkeypatch.undo()
-    with Checkpoints(tmp_path) as checkpoints, pytest.raises(UsageError) as refusal:
-        checkpoints.restore(lambda: state)
-    assert "0.1.0" in str(refusal.value)
-    assert __version__ in str(refusal.value)
+
+
+def test_checkpoints_of_other_forms_are_refused(tmp_path, monkeypatch):
+    state = TrainState({"policy": {"w": jnp.ones(2)}}, (), jnp.int32(0), {})
+    for version in ("0.1.0", "0.4.0"):
+        saved_by(version, tmp_path / version, state, monkeypatch)
+        with Checkpoints(tmp_path / version) as checkpoints, pytest.raises(UsageError) as refusal:
+            checkpoints.restore(lambda: state)
+        assert version in str(refusal.value)
+        assert __version__ in str(refusal.value)
+
+
+def test_checkpoints_of_the_version_before_are_read(tmp_path, monkeypatch):
+    state = TrainState({"policy": {"w": jnp.full(2, 5.0)}}, (), jnp.int32(0), {})
+    saved_by("0.2.0", tmp_path, state, monkeypatch)
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, step = checkpoints.restore(lambda: state)
+    assert step == 3
+    assert restored.params["policy"]["w"].tolist() == [5, 5]

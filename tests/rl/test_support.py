@@ -24,7 +24,7 @@ MODEL = tiny_config(V, intermediate_size=24, initializer_range=0.5)
 
 
 @pytest.mark.parametrize("options", [{}, {"minibatches": 2, "epochs": 2}, {"old_logprobs": "sampler"}])
-def test_the_ratio_of_the_sampling_distribution_is_one_before_the_first_update(tmp_path, options):
+def test_the_first_ratio_over_supports_is_one(tmp_path, options):
     """Over the whole vocabulary the trainer's probabilities are smaller, by the probability of the support."""
     config, decoder, seen = with_options(RUN, **options), decoder_policy(MODEL), []
     run, programs = open_run(tmp_path, config), make_programs(decoder, TASK, config)
@@ -63,7 +63,7 @@ def test_stale_rollouts_bring_their_supports(tmp_path):
     assert min(others) > 1.001
 
 
-def test_runs_say_how_much_a_small_support_leaves_out(tmp_path):
+def test_runs_report_what_small_supports_leave_out(tmp_path):
     config = with_options(RUN, top_k=0, min_p=0.0, top_p=0.99, support_size=2)
     run, seen = open_run(tmp_path, config), []
     train_grpo(TASK, config, run, recording(make_programs(POLICY, TASK, config), seen))
@@ -96,7 +96,7 @@ def gradient_of(batch, **options):
     return start.scored(programs, reference=random_params(MODEL)).learned(programs)[0].opt_state.gradients["policy"]
 
 
-def test_gradients_do_not_depend_on_pieces_and_masked_tokens():
+def test_gradients_ignore_pieces_and_masked_tokens():
     """Pieces of 12 tokens pack completions; the values behind the end of a completion do not matter."""
     batch = a_batch()
     whole = gradient_of(batch)
@@ -124,7 +124,7 @@ def ours(hidden, unembedding, ids, support_ids, temperature):
     return jnp.sum(scores.logprobs) + 0.3 * jnp.sum(scores.entropy)
 
 
-def test_gradients_are_those_in_float64_and_of_finite_differences():
+def test_gradients_equal_float64_and_finite_differences():
     batch, noise = a_batch(), np.random.default_rng(0)
     shape = batch.completion_ids.shape
     hidden, unembedding = noise.normal(size=(*shape, 5)), noise.normal(size=(V, 5))

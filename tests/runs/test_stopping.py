@@ -154,7 +154,7 @@ WAITS = [0.0, pytest.param(0.3, marks=pytest.mark.slow), 1.0, pytest.param(2.0, 
 
 @pytest.mark.parametrize("program", STARTS)
 @pytest.mark.parametrize("wait", WAITS)
-def test_ctrl_c_in_the_first_seconds_is_a_sentence(tmp_path, program, wait):
+def test_an_early_ctrl_c_is_a_sentence(tmp_path, program, wait):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", PRELUDE + STARTS[program], "--model", "nowhere", "--task", "rows.jsonl"]

@@ -107,7 +107,7 @@ def test_the_tokens_are_the_same_by_columns(vocab_size):
     np.testing.assert_allclose(by_columns[1], logprobs, atol=1e-6)
 
 
-def test_one_pass_over_the_logits_draws_the_same_tokens(assume):
+def test_one_pass_draws_the_same_tokens(assume):
     """Counted over a million draws: rounding tips few, to a token whose log-probability is again its own."""
     logits, count = random_logits(1000, share=0.5), 1_000_000
     uniforms = np.random.default_rng(2).random((count, 2), np.float32)

@@ -141,7 +141,7 @@ RESETS = [
 
 
 @pytest.mark.parametrize(("body", "sentence"), RESETS)
-def test_a_reset_that_ends_or_stops_its_process_is_refused(tmp_path, monkeypatch, body, sentence):
+def test_a_reset_that_ends_its_process_is_refused(tmp_path, monkeypatch, body, sentence):
     monkeypatch.setattr(ProcessOptions, "start_deadline", 20.0)
     (tmp_path / "resets.py").write_text(
         f"class Game:\n    def reset(self, a):\n        if a == 1:\n            {body}\n"

@@ -143,7 +143,7 @@ def test_prompts_equal_after_cutting_share_one_side():
     )
 
 
-def test_training_prompts_that_all_become_held_out_ones_are_refused():
+def test_holding_out_all_prompts_is_refused():
     with refused("no prompt is left for training: all have the tokens of held-out prompts"):
         make([{"prompt": "a 123"}], heldout_rows=[{"prompt": "c 123"}], max_prompt_tokens=3, overlong="truncate")
 

@@ -285,7 +285,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("text", "sentence"), FILES)
-def test_files_of_tools_that_end_or_stop_a_process_are_refused(tmp_path, monkeypatch, text, sentence):
+def test_tools_that_end_their_process_are_refused(tmp_path, monkeypatch, text, sentence):
     monkeypatch.setattr(ProcessOptions, "start_deadline", 20.0)
     (tmp_path / "ends.py").write_text(text)
     with refused(sentence):

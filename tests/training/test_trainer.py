@@ -118,7 +118,7 @@ def test_trainer_takes_an_optimizer(folder, tmp_path):
     assert options["optimizer"].startswith("optax.")
 
 
-def test_a_chat_models_texts_are_written_into_its_template(folder, tmp_path, capsys):
+def test_texts_are_written_into_the_template(folder, tmp_path, capsys):
     model = shutil.copytree(folder, tmp_path / "chats")
     (model / "chat_template.jinja").write_text("({% for m in messages %}{{ m.content }}{% endfor %})")
     trainer = GRPOTrainer(model, Rising(), run_dir=tmp_path / "run", steps=1, max_tokens=2)
@@ -486,7 +486,7 @@ def test_a_trainer_continues_its_newest_run(folder, tmp_path):
         resume(heldout=HELDOUT, run_dir=tmp_path / "cut").train(PROMPTS)
 
 
-def test_a_given_tokenizer_is_that_of_the_run_and_of_the_export(folder, tmp_path):
+def test_run_and_export_have_the_passed_tokenizer(folder, tmp_path):
     bare, tokenizer = tmp_path / "bare", load_pretrained(folder).tokenizer
     shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("tokenizer*", "special*"))
     with refused("holds no tokenizer"):
@@ -505,7 +505,7 @@ def test_a_given_tokenizer_is_that_of_the_run_and_of_the_export(folder, tmp_path
         assert load_pretrained(out).eos_ids == expected.eos_ids == loaded.eos_ids
 
 
-def test_numbers_go_to_a_project_of_weights_and_biases(folder, tmp_path, monkeypatch):
+def test_numbers_go_to_weights_and_biases(folder, tmp_path, monkeypatch):
     logged, started = [], {}
     run = SimpleNamespace(log=lambda values, **_: logged.append(values), define_metric=lambda *_, **__: None)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: started.update(options) or run))

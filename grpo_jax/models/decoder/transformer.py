@@ -310,7 +310,8 @@ def layer_inputs(config: ModelConfig, params: Params, ids: jax.Array, x: jax.Arr
 
 def last_states(config: ModelConfig, params: Params, x: jax.Array, rows: Any) -> jax.Array:
     """Normalises the output of the last layer, `[N, M, D]`, so that its products with the unembedding are logits."""
-    x = spread(norm(config).apply({"params": params["final_norm"]}, x), rows)
+    normed: Any = norm(config).apply({"params": params["final_norm"]}, x)
+    x = spread(normed, rows)
     return x if config.logits_scaling == 1 else in_float32(jnp.divide, x, config.logits_scaling)
 
 

@@ -174,8 +174,8 @@ def load_adapter(folder: str | Path, config: ModelConfig, params: Params) -> Ada
             f"init_lora_weights {options['init_lora_weights']!r} in {folder}/adapter_config.json changes the base: "
             "save the adapter with PEFT's path_initial_model_for_weight_conversion first"
         )
-    found = find_tensors(folder, ["adapter_model.safetensors"])
-    by_name = {_PREFIX + text_name(name.removeprefix(_PREFIX)): place for name, place in found.items()}
+    places = find_tensors(folder, ["adapter_model.safetensors"])
+    by_name = {_PREFIX + text_name(name.removeprefix(_PREFIX)): place for name, place in places.items()}
     rank, alpha, left = options.get("r", 8), options.get("lora_alpha", 8), set(by_name)  # 8 and 8 are PEFT's defaults
     if type(alpha) not in (int, float) or not abs(alpha) < 1e30:  # also NaN
         raise UsageError(

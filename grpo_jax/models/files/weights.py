@@ -370,17 +370,17 @@ _ALL_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 def _split_experts(tensors: dict[str, Found], num_experts: int) -> dict[str, Found]:
     """Replaces tensors that hold all experts of a layer, as those of Qwen3.5 on the hub, by those of single experts."""
     single = dict[str, Found]()
-    for name, found in tensors.items():
+    for name, tensor in tensors.items():
         match = _ALL_EXPERTS.fullmatch(name)
-        if not match or len(found.shape) != 3 or found.shape[0] != num_experts:
-            _add(single, name, found)
+        if not match or len(tensor.shape) != 3 or tensor.shape[0] != num_experts:
+            _add(single, name, tensor)
             continue
         projections = match[2].split("_")
-        rows, inputs = found.shape[1] // len(projections), found.shape[2]
+        rows, inputs = tensor.shape[1] // len(projections), tensor.shape[2]
         for number, expert in itertools.product(range(len(projections)), range(num_experts)):
             selection = slice(expert, expert + 1), slice(number * rows, (number + 1) * rows)
             whole = f"{match[1]}.{expert}.{projections[number]}_proj.weight"
-            _add(single, whole, found._replace(shape=(rows, inputs), selection=selection))
+            _add(single, whole, tensor._replace(shape=(rows, inputs), selection=selection))
     return single
 
 

@@ -14,12 +14,14 @@ Letters: see `transformer`. R is the rank of adapters.
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
 
 from grpo_jax.models.params.tree import DATA, FSDP, PROJECTIONS, TENSOR, Axes
+
+T = TypeVar("T")  # arrays, or a tree of them
 
 AXES = DATA, FSDP, TENSOR
 BATCH = DATA, FSDP  # the axes that prompts are spread along
@@ -113,7 +115,7 @@ def batch_shards() -> int:
     return 1 if sizes is None else math.prod(sizes[name] for name in BATCH)
 
 
-def spread(tree: Any, *axes: Axes) -> Any:
+def spread(tree: T, *axes: Axes) -> T:
     """Shards the leading dimensions of all arrays in a tree in the same way.
 
     Args:
@@ -129,7 +131,8 @@ def spread(tree: Any, *axes: Axes) -> Any:
         full = (*axes, *[None] * (x.ndim - len(axes)))[: x.ndim]
         return jax.lax.with_sharding_constraint(x, _spec(x.shape, sizes, full))
 
-    return jax.tree.map(constrained, tree)
+    sharded: T = jax.tree.map(constrained, tree)
+    return sharded
 
 
 def laid_out(params: Any, layout: Layout = stored) -> Any:

@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from grpo_jax.models.decoder.cache import Prefix
 # ---- prompts
 
 Array = Any  # jax.Array on a device, np.ndarray on the host
+T = TypeVar("T")  # arrays, or a tree of them
 
 
 class PromptWidths(NamedTuple):
@@ -207,7 +208,7 @@ class TokenStates(NamedTuple):
     hidden: jax.Array  # [R, G, S, D]
     routing: Any = None  # `experts.Routing` of the completions, with axes [N, G, T, L], if the model has experts
 
-    def map(self, fn: Callable[..., Any], *others: Any) -> Any:
+    def map(self, fn: Callable[..., T], *others: Any) -> T:
         """Computes values of each token from its state.
 
         Args:
@@ -225,7 +226,8 @@ class TokenStates(NamedTuple):
                 return other.hidden
             return jax.tree.map(lambda x: rows.take_completions(x) if x.ndim == 2 else rows.pack(x), other)
 
-        return jax.tree.map(rows.unpack, fn(self.hidden, *map(laid_out, others)))
+        values: T = jax.tree.map(rows.unpack, fn(self.hidden, *map(laid_out, others)))
+        return values
 
 
 def rows_of_prompts(prompt: PromptTokens) -> Rows:
