@@ -84,7 +84,8 @@ def sampled_beside(
         def work() -> Batch:
             jax.block_until_ready(policy)
             with timed("rollout"):
-                return jax.block_until_ready(sample().batch)
+                batch: Batch = jax.block_until_ready(sample().batch)
+            return batch
 
         pending = Pending(index, policy, pool.submit(work))
         begun[:] = [*(each for each in begun if not each.batch.done()), pending]

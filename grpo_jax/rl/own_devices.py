@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import (
     Devices,
     cut_of,
@@ -51,10 +52,12 @@ def on_own_devices(sampler: Sampler, devices: Devices) -> Sampler:
     """
     take, give = make_take(devices, sampler.devices), make_give(sampler.devices, devices)
 
-    def draw(params, prompts, numbers, temperature, noise) -> Completions:
+    def draw(params: Params, prompts: Prompts, numbers: Any, temperature: Any, noise: np.ndarray) -> Completions:
         tokens, *rows = to_devices(local_rows((prompts.tokens, numbers, temperature)), sampler.devices)
         examples = [prompts.examples[number] for number in local_numbers(devices, len(numbers))]
-        return give(sampler.draw(params, prompts._replace(tokens=tokens, examples=examples), *rows, noise))
+        sampled = sampler.draw(params, prompts._replace(tokens=tokens, examples=examples), *rows, noise)
+        completions: Completions = give(sampled)
+        return completions
 
     counts = size(sampler.devices), size(devices) // num_hosts(devices)
     return sampler._replace(draw=draw, devices=devices, take=take, at_once=1, balance=partial(balance, *counts))
@@ -142,7 +145,7 @@ def moving_bytes(params: Params, training: Devices, sampling: Devices) -> tuple[
         return [NamedSharding(mesh, spec).shard_shape(x.shape) for x, spec in zip(leaves, specs, strict=True)]
 
     def at_once(sizes: Iterable[int]) -> int:
-        known = [x.dtype.itemsize * elements for x, elements in zip(leaves, sizes, strict=True)]
+        known: list[int] = [x.dtype.itemsize * elements for x, elements in zip(leaves, sizes, strict=True)]
         return min(sum(known), IN_FLIGHT + max(known, default=0))
 
     leaves, gathers = jax.tree.leaves(params), needs_gather(training)
