@@ -55,9 +55,8 @@ def on_own_devices(sampler: Sampler, devices: Devices) -> Sampler:
     def draw(params: Params, prompts: Prompts, numbers: Any, temperature: Any, noise: np.ndarray) -> Completions:
         tokens, *rows = to_devices(local_rows((prompts.tokens, numbers, temperature)), sampler.devices)
         examples = [prompts.examples[number] for number in local_numbers(devices, len(numbers))]
-        completions: Completions = give(
-            sampler.draw(params, prompts._replace(tokens=tokens, examples=examples), *rows, noise)
-        )
+        sampled = sampler.draw(params, prompts._replace(tokens=tokens, examples=examples), *rows, noise)
+        completions: Completions = give(sampled)
         return completions
 
     counts = size(sampler.devices), size(devices) // num_hosts(devices)
@@ -149,8 +148,7 @@ def moving_bytes(params: Params, training: Devices, sampling: Devices) -> tuple[
         known: list[int] = [x.dtype.itemsize * elements for x, elements in zip(leaves, sizes, strict=True)]
         return min(sum(known), IN_FLIGHT + max(known, default=0))
 
-    leaves: list[jax.ShapeDtypeStruct] = jax.tree.leaves(params)
-    gathers = needs_gather(training)
+    leaves, gathers = jax.tree.leaves(params), needs_gather(training)
     parts = zip(leaves, parts_on(training), parts_on(sampling), strict=True)
     sizes = [way_of(x.shape, source, target, gathers).sizes for x, source, target in parts]
     return at_once(trainer for trainer, _ in sizes), at_once(sampler for _, sampler in sizes)
