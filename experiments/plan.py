@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -35,6 +36,7 @@ from experiments.planning.models import MODELS
 from experiments.planning.traffic import Exchange, learn_traffic, moved, sample_traffic, score_traffic
 from grpo_jax.commands.flags import read_flags, refusing
 from grpo_jax.config import PPO, GRPOConfig, ModelOptions, PlannedRemat, recipe, with_options
+from grpo_jax.devices import Devices, Mesh
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import CPU, Traits, traits_of_gpu
 from grpo_jax.models.config import Dtype, ModelConfig
@@ -44,7 +46,18 @@ from grpo_jax.models.params import sharding
 from grpo_jax.models.params.tree import Quantize
 from grpo_jax.models.policy import suits_cudnn
 from grpo_jax.options import Count, Size, Weight, check_ranges
-from grpo_jax.planning.memory import GB, GIB, Estimate, Plan, Shape, choose, count_shards, estimate, num_params
+from grpo_jax.planning.memory import (
+    GB,
+    GIB,
+    Estimate,
+    Plan,
+    Shape,
+    choose,
+    count_shards,
+    estimate,
+    num_params,
+    split_shape,
+)
 
 
 class Device(NamedTuple):
@@ -82,10 +95,20 @@ class Config:
     """A model of experiments/planning/models.py, such as Qwen2.5-7B; or the folder or hub id of a model."""
     devices: Count = 0
     """Devices of the run; 0: those of the topology, or 8."""
+    hosts: Size = 1
+    """Hosts of the devices; with a topology those of its name. It only matters with sampler_devices."""
     fsdp: Count = 0
     """The same option as in a run; 0: what tensor leaves of the devices."""
     tensor: Size = 1
     """The same option as in a run."""
+    sampler_devices: Count = 0
+    """The same option as in a run: devices of each host that only sample."""
+    sampler_fsdp: Size = 1
+    """The same option as in a run."""
+    sampler_tensor: Size = 1
+    """The same option as in a run."""
+    staleness: Count = 0
+    """The same option as in a run: so many more copies of what is trained are on devices that only sample."""
     device: Literal["h100", "a100", "rtx4090", "l4", "t4", "v5e", "v5p", "v6e"] = "h100"
     """Kind of the devices; with a topology those of its name."""
     tflops: Weight = 0.0
@@ -132,11 +155,16 @@ def main(config: Config) -> None:
     console, shape, data = Console(), shape_of(config), data_of(config)
     model = replace(model_of(config.model), dtype=config.dtype, rounding=ModelOptions().rounding)
     device = device_of(config)
-    plan = choose(model, shape, int(device.memory), remat=config.remat)
+    shape, sampler = split_shape(model, shape, run_of(config, shape, data), *sides_of(config, shape, data))
+    plan = choose(model, shape, int(device.memory), remat=config.remat, sampler=sampler)
     mesh = f"data {data} x fsdp {plan.shape.fsdp} x tensor {plan.shape.tensor}"
     console.print(f"{config.model}: {in_words(num_params(model))} parameters on {mesh} {config.device}")
     console.print(f"{plan}, each device", highlight=False)
     console.print(memory_table(plan.estimate))
+    if plan.sampler:
+        cut = f"fsdp {config.sampler_fsdp} x tensor {config.sampler_tensor}"
+        console.print(f"{config.sampler_devices} devices of each host only sample, {cut}; each of them")
+        console.print(memory_table(plan.sampler.estimate))
     results = traffic_of(plan, data)
     console.print(traffic_table(results, device))
     console.print(time_table(plan, results, device))
@@ -169,7 +197,8 @@ def resolved(config: Config) -> tuple[Config, list[jax.Device]]:
             f"devices is {config.devices}, but {config.topology} has {len(devices)}: leave out devices, or name "
             "another topology"
         )
-    return replace(config, devices=len(devices), device=kind), devices
+    count = len({device.process_index for device in devices})
+    return replace(config, devices=len(devices), hosts=count, device=kind), devices
 
 
 def check(config: Config) -> None:
@@ -184,7 +213,18 @@ def check(config: Config) -> None:
         raise UsageError(f"a device would have {tokens} tokens of a rollout: set prompts, group_size or tokens lower")
     if config.quantize != "none" and not config.lora_rank:
         raise UsageError(f"quantize {config.quantize} is of LoRA's frozen parameters: set lora_rank above 0")
-    data_of(config)
+    if config.devices % config.hosts or config.sampler_devices >= config.devices // config.hosts:
+        raise UsageError(
+            f"sampler_devices is {config.sampler_devices}, of {config.devices} devices on {config.hosts} hosts: each "
+            "host needs as many devices, of which at least one trains"
+        )
+    data, cut = data_of(config), config.sampler_fsdp * config.sampler_tensor
+    prompts = config.prompts_per_device * data * shape_of(config).fsdp
+    if config.sampler_devices % cut or prompts % (config.hosts * config.sampler_devices // config.sampler_tensor or 1):
+        raise UsageError(
+            f"sampler_devices is {config.sampler_devices}: sampler_fsdp x sampler_tensor, {cut}, must divide it, and "
+            f"hosts x sampler_devices / sampler_tensor must divide the {prompts} prompts"
+        )
     if (heads := model_of(config.model).num_key_value_heads) % config.tensor:
         raise UsageError(f"tensor is {config.tensor}: it must divide the model's {heads} key-value heads")
 
@@ -206,10 +246,28 @@ def data_of(config: Config) -> int:
     Raises:
       UsageError: fsdp and tensor do not divide the devices.
     """
-    cut = (config.fsdp or config.devices // config.tensor) * config.tensor
-    if not cut or config.devices % cut:
-        raise UsageError(f"fsdp x tensor is {cut}: set it to a divisor of the {config.devices} devices")
-    return config.devices // cut
+    count = training_devices(config)
+    cut = (config.fsdp or count // config.tensor) * config.tensor
+    if not cut or count % cut:
+        raise UsageError(f"fsdp x tensor is {cut}: set it to a divisor of the {count} devices")
+    return count // cut
+
+
+def training_devices(config: Config) -> int:
+    """Returns the number of devices that train."""
+    return config.devices - config.hosts * config.sampler_devices
+
+
+def sides_of(config: Config, shape: Shape, data: int) -> tuple[Devices, Devices]:
+    """Returns stand-ins for the devices that train, and for those of one host that only sample."""
+
+    def named(count: int, hosts: int, mesh: Mesh) -> Devices:
+        listed: Any = tuple(SimpleNamespace(process_index=number * hosts // count) for number in range(count))
+        return Devices(listed, mesh)
+
+    fsdp, tensor, count = config.sampler_fsdp, config.sampler_tensor, config.sampler_devices
+    training = named(training_devices(config), config.hosts, Mesh(data, shape.fsdp, shape.tensor))
+    return training, named(count, 1, Mesh(count // (fsdp * tensor), fsdp, tensor))
 
 
 def shape_of(config: Config) -> Shape:
@@ -226,7 +284,7 @@ def shape_of(config: Config) -> Shape:
         param_dtype="bfloat16" if config.lora_rank else "float32",
         quantize=config.quantize,
         critic="own" if config.method == "ppo" else "none",
-        fsdp=config.fsdp or config.devices // config.tensor,
+        fsdp=config.fsdp or training_devices(config) // config.tensor,
         tensor=config.tensor,
     )
 
@@ -240,7 +298,7 @@ def device_of(config: Config) -> Device:
 def traffic_of(plan: Plan, data: int) -> dict[str, list[Exchange]]:
     """Returns the exchanges of each program."""
     return {
-        "sample": sample_traffic(plan.model, plan.shape),
+        "sample": sample_traffic(plan.model, (plan.sampler or plan).shape),
         "score": score_traffic(plan.model, plan.shape),
         "learn": learn_traffic(plan.model, plan.shape, data=data),
     }
@@ -281,7 +339,10 @@ def time_table(plan: Plan, results: dict[str, list[Exchange]], device: Device) -
     seconds = least_seconds(plan, results, device)
     for program, each in seconds.items():
         table.add_row(program, *(f"{number:.3f}" for number in each))
-    totals = (sum(each[-2:][bound] for each in seconds.values()) for bound in (0, 1))
+    totals = [sum(each[-2:][bound] for each in seconds.values()) for bound in (0, 1)]
+    if plan.sampler and plan.sampler.shape.versions > 1:  # sampling takes place beside the rest
+        sampling = seconds["sample"]
+        totals = [max(sampling[-2:][bound], totals[bound] - sampling[-2:][bound]) for bound in (0, 1)]
     table.add_row("[bold]iteration[/]", "", "", "", "", *(f"{total:.3f}" for total in totals))
     return table
 
@@ -300,9 +361,10 @@ class Seconds(NamedTuple):
 def least_seconds(plan: Plan, results: Mapping[str, list[Exchange]], device: Device) -> dict[str, Seconds]:
     """Returns the seconds of each program. Launches add to the rest, because each kernel of a decoding step waits."""
     seconds: dict[str, Seconds] = {}
-    for program, (flops, read) in costs(plan).items():
+    work = costs(plan) | ({"sample": costs(plan.sampler)["sample"]} if plan.sampler else {})
+    for program, (flops, read) in work.items():
         computing, reading = flops / device.flops, read / device.bandwidth
-        launching = SECONDS_OF_KERNEL * num_kernels(plan) if program == "sample" else 0.0
+        launching = SECONDS_OF_KERNEL * num_kernels(plan.sampler or plan) if program == "sample" else 0.0
         exchanging = sum(one.moved for one in results[program]) / device.link
         alone = max(computing, reading) + launching
         bounds = max(alone, exchanging), alone + exchanging
@@ -361,18 +423,35 @@ def _axes(entry: sharding.Axes, shape: Shape) -> str:
 # ---- the compiler's numbers
 
 
-def run_of_plan(config: Config, plan: Plan, data: int) -> GRPOConfig:
+def run_of(config: Config, shape: Shape, data: int) -> GRPOConfig:
     """Returns the options of the planned run."""
     options: dict[str, Any] = {
-        "num_prompts": config.prompts_per_device * data * plan.shape.fsdp,
+        "num_prompts": config.prompts_per_device * data * shape.fsdp,
         "group_size": config.group_size,
         "max_tokens": config.max_tokens,
-        "piece_tokens": plan.shape.piece_tokens,
+        "piece_tokens": shape.piece_tokens,
         "devices": config.devices,
-        "fsdp": plan.shape.fsdp,
+        "fsdp": shape.fsdp,
         "tensor": config.tensor,
+        "sampler_devices": config.sampler_devices,
+        "sampler_fsdp": config.sampler_fsdp,
+        "sampler_tensor": config.sampler_tensor,
+        "staleness": config.staleness,
     }
     return recipe(**options) if config.method == "grpo" else with_options(PPO, **options)
+
+
+def in_float32(plan: Plan) -> Plan:
+    """Returns the plan of a run that computes in float32, as XLA does on a CPU."""
+    changed = plan._replace(model=replace(plan.model, dtype="float32"))
+    return changed._replace(sampler=in_float32(plan.sampler)) if plan.sampler else changed
+
+
+def on_cpu(plan: Plan) -> Plan:
+    """Returns the plan with the memory that it takes on a CPU."""
+    shape = plan.shape._replace(traits=CPU)
+    sampler = on_cpu(plan.sampler) if plan.sampler else None
+    return plan._replace(shape=shape, estimate=estimate(plan.model, shape), sampler=sampler)
 
 
 def compiled_table(config: Config, plan: Plan, data: int) -> tuple[Table, dict[str, str]]:
@@ -382,12 +461,12 @@ def compiled_table(config: Config, plan: Plan, data: int) -> tuple[Table, dict[s
 
     For GPUs, the row "step" compares the bytes that the last decode step moves with those that it must read.
     """
-    ours, traffic = plan.estimate, traffic_of(plan, data)
+    traffic = traffic_of(plan, data)
     if not config.topology:
-        in_float32 = plan._replace(model=replace(plan.model, dtype="float32"))
-        ours, traffic = estimate(plan.model, plan.shape._replace(traits=CPU)), traffic_of(in_float32, data)
+        traffic = traffic_of(in_float32(plan), data)
+        plan = on_cpu(plan)
     table = Table("program", "", "planned GiB", "compiled GiB", "compiled / planned", "s to compile", box=None)
-    run, texts = run_of_plan(config, plan, data), dict[str, str]()
+    run, texts = run_of(config, plan.shape, data), dict[str, str]()
     for program in config.programs:
         began = time.perf_counter()
         made = lowered(
@@ -404,7 +483,7 @@ def compiled_table(config: Config, plan: Plan, data: int) -> tuple[Table, dict[s
         compiled = made[program].compile()
         took = f"{time.perf_counter() - began:.0f}"
         inputs, added = memory_of(compiled, on_tpu=bool(config.topology) and config.device not in GPUS)
-        rows, text = _memory_rows(program, ours, inputs, added), str(compiled.as_text())
+        rows, text = _memory_rows(program, plan, inputs, added), str(compiled.as_text())
         texts[program] = text
         turns = config.max_tokens - 1 if program == "sample" else plan.shape.num_pieces
         if config.devices > 1:
@@ -443,14 +522,17 @@ def memory_of(compiled: jax.stages.Compiled, *, on_tpu: bool) -> tuple[int, int]
     return inputs, peak_bytes(compiled) - inputs if on_tpu else results["temporary"] + results["results"]
 
 
-def _memory_rows(program: str, ours: Estimate, inputs: int, added: int) -> list[tuple[str, float | None, float]]:
+def _memory_rows(program: str, plan: Plan, inputs: int, added: int) -> list[tuple[str, float | None, float]]:
     """Returns (name, planned, compiled) bytes of a program's inputs, and of the memory that it adds.
 
     The plan has no estimate of what `score` adds, which is less than what `learn` adds.
     """
-    planned = {"learn": ours.params + ours.optimizer}.get(program, ours.params)
-    adds = {"learn": ours.learning, "sample": ours.sampling}
-    return [("given", planned, inputs), ("added", adds.get(program), added)]
+    ours = plan.estimate
+    # One version of what is trained is the input of a program.
+    copied = estimate(plan.model, plan.sampler.shape._replace(versions=1)) if plan.sampler else ours
+    planned = {"learn": ours.params + ours.optimizer, "sample": copied.params}
+    adds = {"learn": ours.learning, "sample": copied.sampling - copied.moving}
+    return [("given", planned.get(program, ours.params), inputs), ("added", adds.get(program), added)]
 
 
 def _traffic_rows(exchanges: Iterable[Exchange], text: str, turns: int) -> list[tuple[str, float | None, float]]:

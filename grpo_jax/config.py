@@ -122,6 +122,11 @@ class PhaseConfig:
     """Number of devices that share a step; 0: all."""
     mesh: MeshConfig = MeshConfig()
 
+    @property
+    def num_sampler_devices(self) -> int:
+        """Devices of each host that only sample."""
+        return 0
+
 
 @dataclass(frozen=True)
 class AdamWConfig:
@@ -292,6 +297,20 @@ class SamplingConfig(DecodingConfig):
     def kept_tokens(self) -> int:
         """Tokens that are kept of each support (K); 0: training uses the whole vocabulary."""
         return min(self.support_size, self.top_k or self.support_size) if self.support == "sampler" else 0
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """Devices that only sample. Their copy of the policy has a layout of its own."""
+
+    sampler_devices: Count = 0
+    """Number of the devices of each host that only sample. With staleness they sample while the others train. 0: all
+    devices do both."""
+    sampler_fsdp: Size = 1
+    """Number of a host's sampler devices that share each parameter. Prompts are spread over them too."""
+    sampler_tensor: Size = 1
+    """Number of a host's sampler devices that share the heads and the MLP's features. It must divide the number of
+    key-value heads."""
 
 
 @dataclass(frozen=True)
@@ -525,11 +544,17 @@ class GRPOConfig(PhaseConfig):
     seed: Seed = 0
     """Random seed of prompts, sampling and shuffling."""
     sampling: SamplingConfig = SamplingConfig()
+    sampler: SamplerConfig = SamplerConfig()
     loss: LossConfig = LossConfig()
     distillation: DistillationConfig = DistillationConfig()
     critic: CriticConfig = CriticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def num_sampler_devices(self) -> int:
+        """Devices of each host that only sample."""
+        return self.sampler.sampler_devices
 
     @property
     def num_updates(self) -> int:
@@ -707,6 +732,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     """
     check_ranges(config)
     check_effects(config.critic)
+    check_effects(config.sampler)
     check_optimizer(config.optimizer)
     check_warmup(config.optimizer, config.num_updates)
     sentences = chain(
@@ -755,6 +781,7 @@ NEEDS: Mapping[str, tuple[str, Any]] = {
     **dict.fromkeys(("lora_alpha", "lora_targets"), ("lora_rank", 0)),
     **dict.fromkeys(("engine_kind", "engine_dtype", "engine_timeout", "engine_folder"), ("engine", ())),
     **dict.fromkeys(("keep_best", "patience"), ("eval_every", 0)),
+    **dict.fromkeys(("sampler_fsdp", "sampler_tensor"), ("sampler_devices", 0)),
     "tools": ("max_turns", 1),
     **dict.fromkeys(options_of(CriticConfig()).keys() - {"critic"}, ("critic", "none")),
     "curriculum_bound": ("curriculum", 0),

@@ -4,7 +4,8 @@
 are sharded by the rules of `models.params.sharding`. Every program is a `jax.jit` of whole arrays. On several
 devices without a mesh, computations that are independent for each row run in a `jax.pmap` inside it.
 
-With several hosts, there is always a mesh over the devices of all hosts, and arrays are spread over all of them.
+With several hosts, there is always a mesh over the devices of all hosts, and arrays are spread over all of them. The
+devices that only sample are an exception: each host has its own, whose programs no other host takes part in.
 Every host passes the whole array to `to_devices`, which puts only this host's part. `local_rows` reads the rows that
 lie on this host's devices.
 """
@@ -27,7 +28,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from grpo_jax import hosts
-from grpo_jax.config import PhaseConfig, validate_mesh
+from grpo_jax.config import GRPOConfig, PhaseConfig, validate_mesh
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import backend_name
 from grpo_jax.models.params import sharding
@@ -72,9 +73,13 @@ ONE_DEVICE = Devices()
 
 
 def first_devices(shape: int | Mesh) -> Devices:
-    """Returns the first devices of all hosts, as many as a number or a mesh has."""
-    count, mesh = (math.prod(shape), shape) if isinstance(shape, Mesh) else (shape, None)
-    return Devices(tuple(jax.devices()[:count]), mesh)
+    """Returns the first devices of all hosts, as many as a number or a mesh has. A mesh has an order that suits the
+    topology."""
+    if not isinstance(shape, Mesh):
+        return Devices(tuple(jax.devices()[:shape]))
+    automatic, listed = (AxisType.Auto,) * len(shape), jax.devices()[: math.prod(shape)]
+    ordered = jax.make_mesh(shape, sharding.AXES, axis_types=automatic, devices=listed)
+    return Devices(tuple(ordered.devices.flat), shape)
 
 
 def num_devices(requested: int) -> int:
@@ -97,35 +102,84 @@ def num_devices(requested: int) -> int:
     return requested or available
 
 
+def split_devices(config: PhaseConfig) -> tuple[tuple[jax.Device, ...], tuple[jax.Device, ...]]:
+    """Returns the devices that train, of all hosts, and the devices of this host that only sample.
+
+    Raises:
+      UsageError: The devices do not exist, or none of a host's devices would train.
+    """
+    listed, sampling = jax.devices()[: num_devices(config.devices)], config.num_sampler_devices
+    by_host = [[x for x in listed if x.process_index == host] for host in sorted({x.process_index for x in listed})]
+    if sampling >= (fewest := min(map(len, by_host))):
+        raise UsageError(
+            f"sampler_devices is {sampling}, but the run has {fewest} device{'s' if fewest > 1 else ''} on a host, and "
+            "at least one must train: set sampler_devices lower, or devices higher"
+        )
+    training = [x for devices in by_host for x in devices[: len(devices) - sampling]]
+    return tuple(training), tuple(x for x in local_devices(Devices(tuple(listed))) if x not in training)
+
+
 def devices_of(config: PhaseConfig) -> Devices:
-    """Returns the devices that the options request.
+    """Returns the devices that the options request, without those that only sample.
 
     Raises:
       UsageError: The devices do not exist, or cannot share the work in this way.
     """
     validate_mesh(config.mesh)
-    count, kind, fsdp, tensor = num_devices(config.devices), *dataclasses.astuple(config.mesh)
+    (listed, only_sample), (kind, fsdp, tensor) = split_devices(config), dataclasses.astuple(config.mesh)
+    count = len(listed)
     if hosts.count() > 1 and kind == "pmap":
         raise UsageError(f"pmap runs on one host, and there are {hosts.count()}: leave out parallel, or set it to mesh")
     if hosts.count() == 1 and (kind == "pmap" or (kind == "auto" and fsdp * tensor == 1)):
-        return first_devices(count)
+        return Devices(listed)
     if count % (fsdp * tensor):
         raise UsageError(
-            f"fsdp x tensor is {fsdp * tensor}, which does not divide the {count} devices of the run: set devices to a "
-            "multiple, or to 0 for all"
+            f"fsdp x tensor is {fsdp * tensor}, which does not divide the {count} devices of the run"
+            f"{' that train' if only_sample else ''}: set devices to a multiple, or to 0 for all"
         )
-    devices = first_devices(Mesh(count // (fsdp * tensor), fsdp, tensor))
+    mesh = Mesh(count // (fsdp * tensor), fsdp, tensor)
+    devices = Devices(listed, mesh) if only_sample else first_devices(mesh)
     if sum(map(len, rows_of_hosts(devices, num_shards(devices)))) > num_shards(devices):
         raise UsageError(
-            f"tensor is {tensor}, but a host has {jax.local_device_count()} devices, and a group lies on those of one "
-            "host: set tensor to a divisor of them, and fsdp to the rest"
+            f"tensor is {tensor}, but a host has {len(local_devices(devices))} devices, and a group lies on those of "
+            "one host: set tensor to a divisor of them, and fsdp to the rest"
         )
     return devices
 
 
-def sampling_devices(config: PhaseConfig) -> Devices:
-    """Returns the devices that sample completions: today those of the run."""
-    return devices_of(config)
+def sampling_devices(config: GRPOConfig) -> Devices:
+    """Returns the devices that sample completions: those of the run, or those of this host that only sample.
+
+    Raises:
+      UsageError: The devices do not exist, or cannot share the work in this way.
+    """
+    training, (_, listed) = devices_of(config), split_devices(config)
+    if not listed:
+        return training
+    (count, fsdp, tensor), prompts = dataclasses.astuple(config.sampler), config.sampling.num_prompts
+    if count % (fsdp * tensor):
+        raise UsageError(
+            f"sampler_fsdp x sampler_tensor is {fsdp * tensor}, which does not divide the {count} sampler_devices: set "
+            "sampler_devices to a multiple"
+        )
+    # With several hosts, `jax.pmap` inside a program takes the first devices of a host.
+    has_mesh = fsdp * tensor > 1 or (count > 1 and hosts.count() > 1)
+    devices = Devices(listed, Mesh(count // (fsdp * tensor), fsdp, tensor) if has_mesh else None)
+    if prompts % (split := num_hosts(training) * num_shards(devices)):
+        raise UsageError(
+            f"num_prompts is {prompts}: it must be a multiple of hosts x sampler_devices / sampler_tensor, {split}"
+        )
+    return devices
+
+
+def local_devices(devices: Devices) -> tuple[jax.Device, ...]:
+    """Returns those of the devices that belong to this host."""
+    return tuple(x for x in devices.all if x.process_index == jax.process_index())
+
+
+def num_hosts(devices: Devices) -> int:
+    """Returns the number of hosts that the devices belong to."""
+    return len({x.process_index for x in devices.all})
 
 
 def size(devices: Devices) -> int:
@@ -136,6 +190,11 @@ def size(devices: Devices) -> int:
 def num_shards(devices: Devices) -> int:
     """Returns the number of shards of a batch's prompts. A group is never split."""
     return size(devices) if devices.mesh is None else devices.mesh.data * devices.mesh.fsdp
+
+
+def cut_of(devices: Devices) -> tuple[int, int]:
+    """Returns into how many parts the devices cut parameters, along fsdp and along tensor."""
+    return (1, 1) if devices.mesh is None else devices.mesh[1:]
 
 
 # ---- programs
@@ -391,7 +450,8 @@ def _check_heads(params: Any, mesh: Mesh) -> None:
 def _mesh(devices: Devices) -> jax.sharding.Mesh:
     if devices.mesh is None:
         return jax.sharding.Mesh(np.asarray(devices.all), (AXIS,))
-    return jax.make_mesh(devices.mesh, sharding.AXES, axis_types=(AxisType.Auto,) * 3, devices=devices.all)
+    automatic = (AxisType.Auto,) * len(devices.mesh)
+    return jax.sharding.Mesh(np.reshape(devices.all, devices.mesh), sharding.AXES, axis_types=automatic)
 
 
 # ---- speed and memory

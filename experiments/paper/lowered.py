@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.devices import Devices, devices_of, jit_on_devices, shardings
+from grpo_jax.devices import Devices, devices_of, jit_on_devices, num_hosts, sampling_devices, shardings
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.params.lora import add_adapters
 from grpo_jax.models.params.quantised import quantise_params
@@ -41,6 +41,8 @@ def lowered(
 ) -> dict[str, jax.stages.Lowered]:
     """Lowers programs as `training.phases` compiles them, by name; `score` is missing if the update needs none.
 
+    With devices that only sample, `sample` is that of one host.
+
     Args:
       model: the decoder.
       config: the run, with its devices, which have to be there.
@@ -56,16 +58,20 @@ def lowered(
     params = with_fixed_reference(placed(made_of, devices_of(config)), config)
     trained, frozen = split(params)
     n, g = config.sampling.num_prompts, config.sampling.group_size
-    array = partial(spread, devices_of(config))
-    prompts = PromptTokens(array((n, prompt), jnp.int32), array((n, prompt), bool))
-    temperature, seed_and_step = array((n, g), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.uint32)
+    training, sampling = devices_of(config), sampling_devices(config)
+    array, seed_and_step = partial(spread, training), jax.ShapeDtypeStruct((2,), jnp.uint32)
     noise = jax.ShapeDtypeStruct((3,), jnp.uint32)
-    sampling = params["policy"], prompts, array((n, g), jnp.int32), temperature, noise
+    rows = n // num_hosts(training) if config.num_sampler_devices else n
+    inputs = partial(spread, sampling)
+    arguments = PromptTokens(inputs((rows, prompt), jnp.int32), inputs((rows, prompt), bool))
+    copied = placed(made_of["policy"], sampling)
+    to_sample = copied, arguments, inputs((rows, g), jnp.int32), inputs((rows, g), jnp.float32), noise
     if "sample" in programs:
-        results["sample"] = made.sampler.program.lower(*sampling)
-    completions = jax.eval_shape(made.sampler.program, *sampling)
-    completions = jax.tree.map(lambda x: array(x.shape, x.dtype), completions)
-    batch = to_batch(prompts, temperature, completions)
+        results["sample"] = made.sampler.program.lower(*to_sample)
+    completions = jax.eval_shape(made.sampler.program, *to_sample)
+    completions = jax.tree.map(lambda x: array((n, *x.shape[1:]), x.dtype), completions)
+    prompts = PromptTokens(array((n, prompt), jnp.int32), array((n, prompt), bool))
+    batch = to_batch(prompts, array((n, g), jnp.float32), completions)
     if made.method.scorers:
         scorers = partial(score_rollout, made.method, config, devices=devices_of(config))
         score: Any = jit_on_devices(scorers, 0, devices=devices_of(config))

@@ -24,7 +24,7 @@ from grpo_jax import report
 from grpo_jax.commands import flags
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import EngineOptions, GRPOConfig, check_control, recipe, validate
-from grpo_jax.devices import devices_of, num_shards
+from grpo_jax.devices import devices_of, num_shards, sampling_devices
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.rl.guards import check_task
 from grpo_jax.runs.files import import_wandb
@@ -73,6 +73,7 @@ def main(options: Config) -> None:
     """
     started, config = time.perf_counter(), options.train
     validate(config, num_devices=num_shards(devices_of(config)))  # before a checkpoint is read
+    sampling_devices(config)
     check_task_options(options.task)
     if options.output.wandb:
         import_wandb()  # before the weights are loaded
@@ -116,5 +117,6 @@ def task_of(options: Config, pretrained: Pretrained) -> AbstractContextManager[T
         group_size=sampling.group_size,
         seed=options.train.seed,
         has_levels=sampling.curriculum > 0,
+        decoding=sampling,
         **prompt_options(options, sampling, pretrained),
     )

@@ -207,7 +207,7 @@ def open_model_and_task(
     sampling, saved = config.sampling, saved_options(options.model)
     prompting = prompt_options(options, sampling, pretrained)
     has_levels = has_own_task(options, saved) and saved.get("curriculum", 0) > 0
-    with open_task(options, pretrained, has_levels=has_levels, **task_options, **prompting) as task:
+    with open_task(options, pretrained, has_levels=has_levels, decoding=sampling, **task_options, **prompting) as task:
         check_tokens(task)
         interaction_of(task).check(sampling)
         try_rewards(task, task.heldout.examples[0], pretrained, task_options["group_size"])

@@ -28,6 +28,7 @@ class Reply(NamedTuple):
     ids: Sequence[int] | None = None  # token ids that replace the text, delimiters included
     failure: str = ""  # the reason in FAILURES why there is no reply; it ends the episode
     message: str = ""  # details of the failure
+    rewards: Sequence[Number] = ()  # rewards of all turns so far, which replace earlier ones
 
 
 # The reasons why an episode ends: the environment is done, a budget is used up, or the environment failed.
@@ -57,6 +58,10 @@ class Environment(NamedTuple):
     # an episode -> its metrics by name; their means are logged with the prefix "environment_"
     measure: Callable[[Completion], Mapping[str, float]] | None = None
     source: str = ""  # digest of the file that the function was loaded from; empty: it is not from a file
+    # rows -> rows with the first observations as prompts. Default: the rows have their prompts
+    begin: Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, Any]]] = lambda rows: rows
+    # is told the keys of the last turns of episodes that have ended
+    end: Callable[[Sequence[Key]], None] = lambda keys: None
 
 
 def environment(reply: ReplyFn, encode: Callable[[str], Sequence[int]]) -> Environment:
@@ -84,13 +89,13 @@ def messages_of(replies: Sequence[Reply]) -> dict[str, str]:
 
 def asked(reply: ReplyFn, episodes: Sequence[tuple[Example, Transcript, Key]]) -> list[Reply]:
     """Calls a function for each episode and checks its replies."""
-    return [checked_reply(answer) for answer in resolve([_called(reply, *episode) for episode in episodes])]
+    return [checked_reply(answer) for answer in resolve([called(reply, *episode) for episode in episodes])]
 
 
-def _called(reply: ReplyFn, *arguments: Any) -> Any:
-    """Returns the answer of a function, or its coroutine, neither of which raises."""
+def called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns the answer of a function, or its coroutine, neither of which raises. An error becomes a `Reply`."""
     try:
-        answer = reply(*arguments)
+        answer = function(*arguments)
         return _finished(answer) if inspect.isawaitable(answer) else answer
     except (Exception, SystemExit):  # code of a policy may call exit()
         return _raised()
@@ -116,7 +121,8 @@ def checked_reply(value: Any) -> Reply:
     # A text that exceeds any budget ends the episode anyway, so its rest is not needed.
     ids = None if value.ids is None else [int(i) for i in value.ids[: MAX_CHARACTERS + 1]]
     reward = None if value.reward is None else real_number(value.reward)
-    return Reply(value.text[: MAX_CHARACTERS + 1], bool(value.done), reward, ids, value.failure, value.message)
+    rewards = tuple(None if x is None else real_number(x) for x in value.rewards)
+    return Reply(value.text[: MAX_CHARACTERS + 1], bool(value.done), reward, ids, value.failure, value.message, rewards)
 
 
 def _wrong(value: Any) -> str:
@@ -130,12 +136,14 @@ def _wrong(value: Any) -> str:
             return f"a reply whose {name} is of type {type(getattr(value, name)).__name__}"
     try:
         value.text[: MAX_CHARACTERS + 1].encode()
-        is_number = value.reward is None or bool(abs(real_number(value.reward)) <= LARGEST_REWARD)
+        numbers = [x for x in (value.reward, *value.rewards) if x is not None]
+        is_number = all(bool(abs(real_number(x)) <= LARGEST_REWARD) for x in numbers)
+        is_number &= not any(isinstance(x, str | bytes) for x in numbers)
     except UnicodeEncodeError:
         return "text that is no valid unicode"
     except (TypeError, ValueError, OverflowError):
         is_number = False
-    if not is_number or isinstance(value.reward, str | bytes):
+    if not is_number:
         return "a reward that is no finite number of float32"
     ids = value.ids
     is_list = isinstance(ids, list | tuple)

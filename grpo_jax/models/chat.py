@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import date
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from hashlib import sha256
 from itertools import pairwise
 from threading import Lock, get_ident
@@ -34,6 +34,7 @@ for _letter in "YymBbdAaHIMSpjF":
 _FIXED_DATE += " }}{% endmacro %}"
 _SECONDS, _CHARACTERS = 5.0, 20_000_000  # limits of what a template takes and writes
 _ATTEMPTS = 10  # to stop a template
+_DELIMITERS = 1024  # orders of messages whose delimiters are remembered
 DEEPEST = 100  # levels of JSON
 ENCODING = Lock()  # held while a tokenizer encodes, in which transformers keeps the options of the call
 _ANSWER, _REPLY = "answer-of-the-assistant", "reply-to-the-assistant"  # contents by which the template is explored
@@ -592,35 +593,65 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
     Raises:
       UsageError: The chat template knows none of the roles.
     """
+    if not (chat.tokenizer.chat_template and roles):
+        return lambda text, kwargs={}, is_open=False: _plain_ids(chat.tokenizer, text)
+    role, encode = known_role(chat, roles), messages_encoder(chat)
+    return lambda text, kwargs={}, is_open=False: encode([{"role": role, "content": text}], kwargs, is_open)
+
+
+def messages_encoder(chat: Chat) -> Callable[..., list[int]]:
+    """Makes the function that encodes the messages after a turn of the policy. `reply_encoder` is for one message.
+
+    Args:
+      chat: The tokenizer and its template, which it has.
+
+    Returns:
+      (messages, variables of the template, `is_open`) -> the tokens between the end of the policy's turn and its next
+      turn. It raises UsageError if the template has no such messages after the assistant's.
+    """
     chat = chat._replace(tools=None)  # they are at the beginning of a conversation
     tokenizer, control = chat.tokenizer, control_tokens(chat.tokenizer)
 
-    def plain(text: str) -> list[int]:
-        return continue_text(tokenizer, text, split_special_tokens=True)
+    @lru_cache(_DELIMITERS)
+    def delimiters(shape: str) -> tuple[Chat, list[str], str]:
+        kwargs, probes = json.loads(shape)
+        row_chat = with_kwargs(chat, kwargs)._replace(tools=None)
+        parts = _after_turn(row_chat, probes).split(_REPLY)
+        if len(parts) != len(probes) + 1:
+            roles = " and ".join(dict.fromkeys(probe["role"] for probe in probes))
+            raise UsageError(f"the chat template writes no messages of {roles} after a turn of the assistant")
+        return row_chat, parts, _end_of_turn(row_chat, parts[0])
 
-    if not (tokenizer.chat_template and roles):
-        return lambda text, kwargs={}, is_open=False: plain(text)
-    role = known_role(chat, roles)
-
-    @cache
-    def delimiters(kwargs: str) -> tuple[Chat, str, str, str]:
-        row_chat = with_kwargs(chat, json.loads(kwargs))._replace(tools=None)
-        before, _, after = _after_answer(row_chat, role, _REPLY).partition(_REPLY)
-        return row_chat, before, _end_of_turn(row_chat, before), after
-
-    def encode(text: str, kwargs: Mapping[str, Any] = {}, is_open: bool = False) -> list[int]:
-        row_chat, before, mark, after = delimiters(json.dumps(kwargs))
-        written = _after_answer(row_chat, role, text)
-        if written.startswith(before) and written.endswith(after) and len(written) >= len(before) + len(after):
-            text = written[len(before) : len(written) - len(after)]  # the template may strip it, or write it as JSON
-        end, before = continue_text(tokenizer, mark), before[before.find(mark) :]
-        if control and len(control.findall(before + text + after)) != len(control.findall(before + after)):
-            ids = [*continue_text(tokenizer, before), *plain(text), *continue_text(tokenizer, after)]
+    def encode(messages: Sequence[Message], kwargs: Mapping[str, Any] = {}, is_open: bool = False) -> list[int]:
+        probes = [{**message, "content": _REPLY} for message in messages]
+        row_chat, parts, mark = delimiters(json.dumps([kwargs, probes]))
+        texts = []
+        for i, message in enumerate(messages):
+            before, after, text = _REPLY.join(parts[: i + 1]), _REPLY.join(parts[i + 1 :]), message["content"]
+            written = _after_turn(row_chat, [*probes[:i], message, *probes[i + 1 :]])
+            if written.startswith(before) and written.endswith(after) and len(written) >= len(before) + len(after):
+                text = written[
+                    len(before) : len(written) - len(after)
+                ]  # the template may strip it, or write it as JSON
+            texts.append(text)
+        end, parts = continue_text(tokenizer, mark), [parts[0][parts[0].find(mark) :], *parts[1:]]
+        pieces = [piece for pair in zip(parts, [*texts, ""], strict=True) for piece in pair][:-1]
+        if control and len(control.findall("".join(pieces))) != len(control.findall("".join(parts))):
+            encoded = (
+                _plain_ids(tokenizer, piece) if i % 2 else continue_text(tokenizer, piece)
+                for i, piece in enumerate(pieces)
+            )
+            ids = [token for each in encoded for token in each]
         else:
-            ids = continue_text(tokenizer, before + text + after)
+            ids = continue_text(tokenizer, "".join(pieces))
         return ids if is_open else ids[len(end) :]  # else the policy has written the end of its turn
 
     return encode
+
+
+def _plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Encodes a text in which special tokens are spelled out as plain characters."""
+    return continue_text(tokenizer, text, split_special_tokens=True)
 
 
 def reply_reader(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[[Sequence[int]], Message] | None:
@@ -677,10 +708,15 @@ def known_role(chat: Chat, roles: Sequence[str]) -> str:
 
 def _after_answer(chat: Chat, role: str, content: str) -> str:
     """Returns the text between an answer of the assistant and its next turn; "" if the template lacks the role."""
+    return _after_turn(chat, [{"role": role, "content": content}])
+
+
+def _after_turn(chat: Chat, messages: Sequence[Message]) -> str:
+    """Returns the text between an answer of the assistant and its next turn; "" if the template refuses messages."""
     contents = {"user": "a", "assistant": _ANSWER}
-    messages = [*({"role": r, "content": text} for r, text in contents.items()), {"role": role, "content": content}]
+    before = [{"role": role, "content": text} for role, text in contents.items()]
     try:
-        return render(chat, messages).rpartition(_ANSWER)[2]
+        return render(chat, [*before, *messages]).rpartition(_ANSWER)[2]
     except UsageError:
         return ""
 

@@ -13,6 +13,9 @@ peak = process + held + max(sampling, scoring, learning), in bytes:
 - scoring = the scoring model's pass over one piece
 - learning = max(gradients + activations of one piece, the step of the optimizer)
 
+If some devices only sample (`split_shape`), sampling on the others is only their part of a copy's way. A device that
+only samples holds the frozen parameters, and each version of the trained ones that a rollout still needs.
+
 Parameters are counted from the model's trees, sharded as in `models.params.sharding`. The other terms are rough
 formulas. tests/planning/test_memory.py compares them with XLA's plans for `sample` and `learn`. On a CPU they are at
 most 10% too low, and mostly within 6%; rows of 256 tokens and more are up to 41% too high. On one GPU they are at most
@@ -36,6 +39,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat, load_optimizer
+from grpo_jax.devices import Devices, num_hosts, num_shards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
 from grpo_jax.functional.products import GPU, Traits, traits_of_backend
@@ -88,6 +92,10 @@ class Shape(NamedTuple):
     fsdp: int = 1
     tensor: int = 1
     traits: Traits = GPU  # traits of the backend
+    samples: bool = True  # false for devices that train while others sample
+    learns: bool = True  # false for devices that only sample
+    versions: int = 1  # versions of the trained parameters on a device that only samples
+    moving: int = 0  # bytes of a copy on its way to devices that only sample
 
     @property
     def piece(self) -> PieceShape:
@@ -135,6 +143,7 @@ class Estimate(NamedTuple):
     updates: int  # gradients, updates and copies of moments while the optimizer steps
     activations: int  # activations of one piece, with its logits
     process: int  # the process without arrays, on a CPU
+    moving: int = 0  # a copy on its way to devices that only sample
 
     @property
     def held(self) -> int:
@@ -143,8 +152,8 @@ class Estimate(NamedTuple):
 
     @property
     def sampling(self) -> int:
-        """The bytes that `sample` adds."""
-        return self.decoding + self.cache + self.choosing
+        """The bytes that `sample` adds, and the copy for it."""
+        return self.decoding + self.cache + self.choosing + self.moving
 
     @property
     def learning(self) -> int:
@@ -183,7 +192,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     workspace = _WORKSPACE if shape.traits.backend == "gpu" else 0
     # The gradients of a piece and their sum. On one TPU, XLA writes a new sum before it frees the last one.
     gradients = 3 if shape.traits.backend == "tpu" and shape.fsdp * shape.tensor == 1 else 2
-    return Estimate(
+    whole = Estimate(
         params=trained + (bytes_on_device(frozen_shapes(model, shape), shape.mesh) if shape.lora_rank else 0),
         optimizer=_optimizer_state(replace(model, remat="none"), shape._replace(piece_tokens=0)),
         start=shape.copies * trained,
@@ -198,6 +207,22 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         activations=_activations(model, shape),
         process=shape.process_bytes,
     )
+    if shape.samples and shape.learns:
+        return whole
+    return _split_estimate(model, shape, whole)
+
+
+_LEARNING = ("optimizer", "start", "scorer", "rollout", "scoring", "gradients", "updates", "activations")
+_SAMPLING = ("decoding", "cache", "choosing")
+
+
+def _split_estimate(model: ModelConfig, shape: Shape, whole: Estimate) -> Estimate:
+    """Returns the memory of a device that only samples, or that trains while others sample."""
+    whole = whole._replace(moving=shape.moving)
+    if shape.learns:
+        return whole._replace(**dict.fromkeys(_SAMPLING, 0))
+    trained, frozen = (bytes_on_device(part, shape.mesh) for part in _policy_parts(model, shape))
+    return whole._replace(**dict.fromkeys(_LEARNING, 0), params=shape.versions * trained + frozen)
 
 
 # ---- parameters
@@ -215,6 +240,11 @@ def frozen_shapes(model: ModelConfig, shape: Shape) -> Params:
     """Returns the shapes and dtypes of the decoder's frozen parameters, for runs that train only adapters."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, shape.param_dtype), param_shapes(model))
     return jax.eval_shape(partial(quantise_params, format=shape.quantize), params)
+
+
+def _policy_parts(model: ModelConfig, shape: Shape) -> tuple[Params, Params]:
+    """Returns the shapes of the policy's trained parameters and of its frozen ones."""
+    return _trained_part(model, shape), frozen_shapes(model, shape) if shape.lora_rank else {}
 
 
 def _trained_part(model: ModelConfig, shape: Shape) -> Params:
@@ -448,11 +478,12 @@ class Plan(NamedTuple):
     shape: Shape  # with its piece_tokens
     estimate: Estimate
     limit: int  # bytes of a device
+    sampler: "Plan | None" = None  # that of a device that only samples
 
     @property
     def fits(self) -> bool:
-        """True if the device has the memory, with a margin for the error of the estimate."""
-        return self.estimate.peak <= _SHARE * self.limit
+        """True if the devices have the memory, with a margin for the error of the estimate."""
+        return self.estimate.peak <= _SHARE * self.limit and (self.sampler is None or self.sampler.fits)
 
     @property
     def options(self) -> dict[str, int | Remat]:
@@ -462,7 +493,8 @@ class Plan(NamedTuple):
     def __str__(self) -> str:
         pieces = f"{self.shape.num_pieces} piece{'s' if self.shape.num_pieces > 1 else ''}"
         sizes = f"about {_in_gib(self.estimate.peak)} of {_in_gib(self.limit)} GiB"
-        return f"plan: {pieces}, remat {self.model.remat}: {sizes}"
+        others = f"; devices that only sample: about {_in_gib(self.sampler.estimate.peak)} GiB" if self.sampler else ""
+        return f"plan: {pieces}, remat {self.model.remat}: {sizes}{others}"
 
 
 def _in_gib(size: int) -> str:
@@ -487,7 +519,8 @@ def shape_of(
     """
     named = vars(run.sampling) | vars(run.optimizer) | vars(run.mesh) | vars(options)
     shape = Shape(**{name: named[name] for name in Shape._fields if name in named})  # options of the same names
-    traits, devices = traits_of_backend(), min(shards * shape.tensor, jax.local_device_count())
+    traits = traits_of_backend()
+    devices = min(shards * shape.tensor + run.num_sampler_devices, jax.local_device_count())
     return shape._replace(
         num_prompts=run.sampling.num_prompts // shards,
         prompt_tokens=prompt_tokens,
@@ -502,7 +535,48 @@ def shape_of(
     )
 
 
-def choose(model: ModelConfig, shape: Shape, limit: int, *, remat: PlannedRemat = "auto") -> Plan:
+def split_shape(
+    model: ModelConfig, shape: Shape, run: GRPOConfig, training: Devices, sampling: Devices
+) -> tuple[Shape, Shape | None]:
+    """Returns the shape of a run on the devices that train, and on those that only sample, if there are any.
+
+    Args:
+      model: The configuration of the decoder.
+      shape: The shape of the run on the devices that train.
+      run: The configuration of the run.
+      training: The devices that train.
+      sampling: The devices of one host that sample.
+
+    Raises:
+      UsageError: The devices that only sample would split key-value heads.
+    """
+    if not run.num_sampler_devices:
+        return shape, None
+    from grpo_jax.rl.own_devices import moving_bytes  # loaded only for such devices
+
+    tensor = run.sampler.sampler_tensor
+    for heads in sorted({model.heads_of(form.mixer).num_key_value_heads for form in model.forms}):
+        if heads % tensor:
+            raise UsageError(
+                f"sampler_tensor is {tensor}, but the model has {heads} key-value heads, which are never cut: set "
+                "sampler_tensor to a divisor of them, and sampler_fsdp to the rest"
+            )
+    leaving, arriving = moving_bytes(_policy_parts(model, shape), training, sampling)
+    sampler = shape._replace(
+        num_prompts=run.sampling.num_prompts // num_hosts(training) // num_shards(sampling),
+        critic="none",
+        fsdp=run.sampler.sampler_fsdp,
+        tensor=tensor,
+        learns=False,
+        versions=1 + run.sampling.staleness,
+        moving=arriving,
+    )
+    return shape._replace(samples=False, moving=leaving), sampler
+
+
+def choose(
+    model: ModelConfig, shape: Shape, limit: int, *, remat: PlannedRemat = "auto", sampler: Shape | None = None
+) -> Plan:
     """Chooses the fastest plan that fits.
 
     Args:
@@ -510,6 +584,7 @@ def choose(model: ModelConfig, shape: Shape, limit: int, *, remat: PlannedRemat 
       shape: The shape of the run. Its pieces are fixed if piece_tokens is above 0.
       limit: The memory of a device in bytes.
       remat: "auto" to choose remat, or a fixed choice.
+      sampler: The shape of the run on the devices that only sample, if there are any.
 
     Returns:
       The plan. If pieces and remat are both fixed, it may not fit.
@@ -517,9 +592,16 @@ def choose(model: ModelConfig, shape: Shape, limit: int, *, remat: PlannedRemat 
     Raises:
       UsageError: No plan fits. The message names options that would fit.
     """
-    plans = list(_plans(model, shape, limit, remat))
+    others = Plan(model, sampler, estimate(model, sampler), limit) if sampler else None
+    plans = [plan._replace(sampler=others) for plan in _plans(model, shape, limit, remat)]
     if len(plans) == 1:
         return plans[0]
+    if others and not others.fits:
+        needs = _in_gib(others.estimate.peak)
+        raise UsageError(
+            f"a device that only samples needs about {needs} GiB of {_in_gib(limit)}: set sampler_fsdp "
+            "or sampler_tensor higher, or max_tokens lower; or set piece_tokens and remat, and nothing is planned"
+        )
     chosen = next((plan for plan in plans if plan.fits), None)
     if chosen is None:
         raise UsageError(_describe_what_fits(model, shape, limit, plans[-1]))

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax import hosts
 from grpo_jax.config import SamplingConfig
 from grpo_jax.data.episodes import ENDINGS, FAILURES, MAX_CHARACTERS, Reply, episode_return
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.types import Completion, Example, Span, Turn
-from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices, to_numpy
+from grpo_jax.devices import Devices, jit_on_devices, map_rows, num_hosts, to_devices, to_numpy
 from grpo_jax.errors import UsageError
-from grpo_jax.hosts import check_alone
 from grpo_jax.models.decoder.transformer import Params
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rows.geometry import PromptTokens
@@ -59,9 +59,13 @@ def make_episode_draw(
     """Returns the function `draw` of a `Sampler`. There is no single program.
 
     Raises:
-      UsageError: The policy cannot continue after a reply, or there are several hosts.
+      UsageError: The policy cannot continue after a reply, or several hosts would sample together.
     """
-    check_alone("environments without servers that sample")
+    if num_hosts(devices) > 1:
+        raise UsageError(
+            f"environments reply on the host that samples, and {hosts.count()} hosts sample together: set "
+            "sampler_devices, so that each samples its own groups, or leave out --distributed"
+        )
     programs = episode_programs(policy, task, sampling, devices)
 
     def draw(params: Params, prompts: Prompts, numbers: Array, temperature: Array, noise: np.ndarray) -> Completions:
@@ -175,10 +179,13 @@ def play(
         for place, reply in zip(places, replies, strict=True):
             if reply.reward is not None:
                 rewards[(*place, number)] = reply.reward
+            if reply.rewards:
+                rewards[place][: number + 1] = np.array(reply.rewards, np.float32)  # None becomes NaN
             prompt = examples[place[0]]["prompt"]
             end, ids = _outcome(reply, prompt, sampled, place, number, task, sampling)
             ending[place] = ENDINGS.index(end) if end else -1
             reply_ids[place][: len(ids)], counts[place] = ids, len(ids)
+        task.environment.end([key for place, key in zip(places, keys, strict=True) if ending[place] >= 0])
         if (ending >= 0).all():
             break
         out = turns.send((reply_ids, counts, ending < 0))
@@ -343,7 +350,8 @@ def report_episodes(task: Task, graded: Graded, step: int) -> tuple[dict[str, An
     Raises:
       UsageError: The environment failed in every episode of the first step. The message says how and where.
     """
-    statistics, failures = graded.statistics, failures_of(task)
+    statistics, of_hosts = graded.statistics, hosts.gather("failures of environments", failures_of(task))
+    failures = {name: sentence for each in of_hosts for name, sentence in each.items()}
     counts = np.bincount(statistics["ending"].ravel(), minlength=len(ENDINGS))
     endings = {name: int(count) for name, count in zip(ENDINGS, counts, strict=True) if count}
     if step == 0 and failures and endings.keys() <= {"raised", "not a reply", "died"}:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig, check_models, validate
+from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig, SamplerConfig, check_models, validate
 from grpo_jax.devices import COMPILING, abstract, devices_of, jit_on_devices, num_cores, num_shards, sampling_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.decoder.transformer import Params
@@ -34,6 +34,7 @@ from grpo_jax.tasks.task import Task
 HOST_ONLY_OPTIONS = {"seed", "max_rollouts", "filter_metric", "max_skipped", "devices"}
 HOST_ONLY_OPTIONS |= {"curriculum", "curriculum_bound"}
 HOST_ONLY_OPTIONS |= options_of(LoggingConfig()).keys() | options_of(MeshConfig()).keys()
+HOST_ONLY_OPTIONS |= options_of(SamplerConfig()).keys()
 
 LEARNED_AXES: Any = Learned(None, 0, None)  # type: ignore[arg-type]  # 0: split over devices; None: the same on all
 
@@ -125,8 +126,12 @@ def make_method_programs(
       config: Supplies the sampling options, the devices and the size of pieces; already validated.
       sampler: Samples completions on the devices of the run. Default: the policy samples.
     """
-    sampler = sampler or make_sampler(policy, task, config.sampling, devices=sampling_devices(config))
     devices = devices_of(config)
+    sampler = sampler or make_sampler(policy, task, config.sampling, devices=sampling_devices(config))
+    if config.num_sampler_devices and sampler.devices != devices:
+        from grpo_jax.rl.own_devices import on_own_devices  # loaded only for such devices
+
+        sampler = on_own_devices(sampler, devices)
 
     def score(trained: Params, extras: Mapping[str, Any], frozen: Any, batch: Batch) -> dict[str, Any]:
         return score_rollout(method, config, models_of(trained, frozen, extras), batch, devices=devices)

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax import hosts
-from grpo_jax.config import CriticConfig
+from grpo_jax.config import CriticConfig, SamplerConfig
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import peak_memory_mb
 from grpo_jax.errors import UsageError
@@ -425,10 +425,11 @@ class RunFolder:
 # Options that a resumed run may change, because its results do not depend on them.
 FREE_OPTIONS = {"keep_checkpoints", "keep_best", "checkpoint_every", "wandb", "compilation_cache", "stop_code"}
 FREE_OPTIONS |= {"engine_dtype", "engine_timeout", "engine_folder"}
-ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
+# Options that change only rounding, with their defaults.
+ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1, **options_of(SamplerConfig())}
 FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 # Options that runs of earlier commits lack, with the values that they had in effect.
-_ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64, "constant": [], "optimizer": "adamw"}
+_ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64, "constant": [], "optimizer": "adamw", "agent": ""}
 _ADDED_OPTIONS |= options_of(CriticConfig())
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"
 _MACHINE = "machine"  # the entry of inputs.json that may change, with a warning

@@ -17,6 +17,7 @@ from grpo_jax.models.chat import make_chat
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.options import Bound, Size
 from grpo_jax.rewards.reward import RewardLike, open_rewards, parse_reward
+from grpo_jax.rewards.worker import digest_of_source, load_function
 from grpo_jax.tasks.task import Task, text_task
 
 # Strict and lenient grading are both logged: a model that learns only the format raises just the strict reward.
@@ -48,6 +49,9 @@ class TaskOptions:
     environment_factory: str = ""
     """file.py:Class, written for environment_factory of TRL. Its methods are tools, and its reset adds to prompts.
     Without --reward its get_reward counts."""
+    agent: str = ""
+    """file.py:run, a function (example, client) -> reward that talks to the policy as to OpenAI's API.
+    Needs a chat template, --max-turns and --environment-tokens."""
     prompt_column: str = "prompt"
     """Column of your own rows with the prompt: text, or a list of chat messages."""
     template: str | None = None
@@ -82,6 +86,7 @@ class TaskOptions:
     """Megabytes that a process of the environment may allocate beyond what loading it took; None: no limit."""
 
 
+_ANSWERING = ("environment", "tools", "environment_factory", "agent")
 _OF_REPLIES = ("reply_deadline", "reply_budget", "reply_memory_mb")
 
 
@@ -111,11 +116,13 @@ def check_task_options(options: TaskOptions, *, needs_reward: bool = True) -> tu
         raise UsageError("--heldout is not for gsm8k, which has test rows of its own: leave it out")
     if options.prompt_column != "prompt" and not has_rows:
         raise UsageError(f"--prompt-column is for rows of your own, not for {options.task}: leave it out")
-    if bool(options.environment) + bool(options.tools) + bool(options.environment_factory) > 1:
-        raise UsageError("--environment, --tools and --environment-factory all answer the policy: give one of them")
-    replies = next((name for name in _OF_REPLIES if getattr(options, name) != getattr(TaskOptions, name)), None)
-    if replies and not (options.environment or options.tools or options.environment_factory):
-        raise UsageError(f"{replies} is for tasks with an environment, and this one has none: leave it out")
+    if sum(bool(getattr(options, name)) for name in _ANSWERING) > 1:
+        raise UsageError(
+            "--environment, --tools, --environment-factory and --agent all answer the policy: give one of them"
+        )
+    replies = [name for name in _OF_REPLIES if getattr(options, name) != getattr(TaskOptions, name)]
+    if replies and not any(getattr(options, name) for name in _ANSWERING):
+        raise UsageError(f"{replies[0]} is for tasks with an environment, and this one has none: leave it out")
     if options.environment_factory and (
         not has_rows or options.template is not None or options.prompt_column != "prompt"
     ):
@@ -123,8 +130,16 @@ def check_task_options(options: TaskOptions, *, needs_reward: bool = True) -> tu
             "--environment-factory gives the columns of your own rows to reset, and adds to their prompt: give rows as "
             "--task, and leave out --template and --prompt-column"
         )
+    is_told = options.template is not None or options.system is not None or options.prompt_column != "prompt"
+    if options.agent and (is_told or not has_rows):
+        raise UsageError(
+            "--agent gets the columns of your own rows, and its first request is the prompt: give rows as --task, and "
+            "leave out --template, --system and --prompt-column"
+        )
+    if options.agent and replies not in ([], ["reply_deadline"]):
+        raise UsageError(f"{replies[-1]} is for processes, and agents run in this process: leave it out")
     texts = options.reward or _usual_rewards(options)
-    if not texts and not options.environment and needs_reward:
+    if not texts and not (options.environment or options.agent) and needs_reward:
         raise UsageError(
             f"--reward is needed for {options.task}: name your function as file.py:function, or exact_answer for rows "
             "with a column answer"
@@ -140,7 +155,7 @@ def _usual_rewards(options: TaskOptions) -> tuple[str, ...]:
         return (f"get_reward=grpo_jax.tasks.adapters:reward_of_factory(factory={options.environment_factory!r})",)
     if options.task.startswith(PREFIX) and not options.environment:
         return (f"score=generator_score(generators={options.task.removeprefix(PREFIX)!r})",)
-    return () if options.environment else _REWARDS.get(options.task, ())
+    return () if options.environment or options.agent else _REWARDS.get(options.task, ())
 
 
 def usual_num_heldout(num_prompts: int) -> int:
@@ -161,6 +176,7 @@ def open_task(
     training: bool = True,
     has_levels: bool = False,
     needs_reward: bool = True,
+    decoding: Any = None,
     **prompts: Any,
 ) -> Iterator[Task]:
     """Opens the task that the options name. Its rewards run in child processes that end with the block.
@@ -173,6 +189,7 @@ def open_task(
       training: False if the task is only evaluated, so that all rows may be held out.
       has_levels: True for a curriculum, in which the levels of generators rise.
       needs_reward: False if the task may have no reward. It then has none.
+      decoding: The sampling options of the run, which requests of an agent may repeat. Only --agent needs them.
       prompts: Further arguments of `text_task`: num_prompts and seed, and others such as stop and max_prompt_tokens.
 
     Yields:
@@ -202,6 +219,19 @@ def open_task(
         )
         otherwise = environments.episode_return if options.environment else {}
     make = _task_maker(options, training, has_levels)
+    if options.agent:
+        from grpo_jax.data.episodes import episode_return  # imported only by tasks with an agent
+        from grpo_jax.tasks.agents import open_agent
+        from grpo_jax.tasks.chat_api import request_values
+
+        run, otherwise = load_function("agent", options.agent), episode_return
+        opened = open_agent(
+            run,
+            make_chat(pretrained.tokenizer, pretrained.eos_ids, chat_template_kwargs),
+            request_values(decoding, prompts.get("stop", ())),
+            deadline=options.reply_deadline,
+            source=digest_of_source(options.agent),
+        )
     graded = open_rewards(
         texts,
         group_size=group_size,
@@ -211,6 +241,9 @@ def open_task(
     )
     rewarded = graded if texts else nullcontext(otherwise)
     with opened as environment, rewarded as rewards:
+        if options.agent:
+            rows = {name: make.keywords[name] for name in ("rows", "heldout_rows") if make.keywords.get(name)}
+            make = partial(make, **{name: environment.begin(several) for name, several in rows.items()})
         task = make(
             pretrained.tokenizer,
             pretrained.eos_ids,

@@ -23,7 +23,7 @@ from grpo_jax.config import (
 )
 from grpo_jax.data.text import prompt_limit
 from grpo_jax.data.types import Completion, Example
-from grpo_jax.devices import devices_of, load_shardings, memory_limit, num_shards, place, size
+from grpo_jax.devices import devices_of, load_shardings, memory_limit, num_shards, place, sampling_devices, size
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
 from grpo_jax.models.decoder.transformer import Params
@@ -31,7 +31,7 @@ from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained, 
 from grpo_jax.models.params.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy, resolve_dtype
 from grpo_jax.options import Escaped, check_ranges, options_of
-from grpo_jax.planning.memory import Plan, choose, num_params, shape_of
+from grpo_jax.planning.memory import Plan, choose, num_params, shape_of, split_shape
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.programs import Programs, make_programs
@@ -260,6 +260,10 @@ def prepare(
     Raises:
       UsageError: Options do not work, or a reward fails. The message says what to change.
     """
+    if engine.engine and options.train.num_sampler_devices:
+        raise UsageError(
+            f"sampler_devices is {options.train.num_sampler_devices}, but an engine samples: leave one of them out"
+        )
     if options.train.needs_rewards:
         row, group_size = task.prompts(0).examples[0], options.train.sampling.group_size
         try_rewards(task, row, models["policy"], group_size)
@@ -360,8 +364,10 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
         from grpo_jax.rl.distillation import output_bytes  # loaded only with a teacher
 
         shape = shape._replace(scorer=scorer, token_bytes=shape.token_bytes + output_bytes(config, scorer))
-    limits = gather("the memory of a device", memory_limit(min(size(devices), jax.local_device_count())))
-    plan = choose(policy.config, shape, min(limits), remat=options.model.remat)
+    shape, sampler = split_shape(policy.config, shape, config, devices, sampling_devices(config))
+    count = min(size(devices) + config.num_sampler_devices, jax.local_device_count())
+    limits = gather("the memory of a device", memory_limit(count))
+    plan = choose(policy.config, shape, min(limits), remat=options.model.remat, sampler=sampler)
     options = with_options(options, dtype=plan.model.dtype, **plan.options)
     return options, {**models, "policy": policy._replace(config=plan.model)}, plan
 

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -13,7 +14,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from grpo_jax.config import GRPOConfig, check_effects, constant_names, name_preset, recipe, validate, with_options
-from grpo_jax.data.episodes import ReplyFn, environment as environment_of
+from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of, episode_return
 from grpo_jax.data.generators import PREFIX, parse_generators
 from grpo_jax.data.rows import SUFFIXES, read_rows, remove_nulls
 from grpo_jax.data.text import Message, uses_chat
@@ -25,7 +26,7 @@ from grpo_jax.models.files.families import NOT_IN_FILES
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params.lora import merge
 from grpo_jax.models.params.tree import Adapted, format_of, join, split
-from grpo_jax.options import check_known, check_ranges, check_type, check_types, option_types
+from grpo_jax.options import check_known, check_ranges, check_type, check_types, option_types, options_of
 from grpo_jax.report import finish, print_results
 from grpo_jax.rewards.reward import RewardLike, Rewards, to_rewards
 from grpo_jax.rewards.worker import check_takes_examples_first
@@ -59,6 +60,7 @@ class GRPOTrainer:
         environment: ReplyFn | None = None,
         tools: Sequence[Callable[..., Any]] = (),
         environment_factory: Callable[[], Any] | None = None,
+        agent: Callable[..., Any] | None = None,
         chat: bool | None = None,
         tokenizer: Any = None,
         heldout: str | Path | Iterable[Prompt] | None = None,
@@ -84,6 +86,8 @@ class GRPOTrainer:
             tokenizer needs a chat template.
           environment_factory: A class written for TRL, instead of `environment` and `tools`. Its methods are tools, and
             the result of its `reset` is appended to the prompt. `tasks.adapters.trl_reward` makes a reward from it.
+          agent: (example, client) -> reward. Talks to the policy as to OpenAI's API, instead of an environment: see
+            `tasks.agents.open_agent`. Without `reward_model`, what it returns counts.
           chat: Puts prompts that are text, and replies, into the chat template, as the user's messages. Default: if the
             tokenizer has one, as in the command.
           tokenizer: A tokenizer of transformers, if the model's folder has none or another.
@@ -109,7 +113,8 @@ class GRPOTrainer:
             options |= {"epsilon_low": clip_epsilon, "epsilon_high": clip_epsilon}
         options = _checked_options(options, has_heldout=heldout is not None)
         hooks: dict[str, Any] = {"on_rollout": on_rollout, "on_line": on_line}
-        functions = {"environment": environment, "tools": tools, "environment_factory": environment_factory}
+        functions: dict[str, Any] = {"environment": environment, "tools": tools}
+        functions |= {"environment_factory": environment_factory, "agent": agent}
         settings: dict[str, Any] = {"model": model, "reward_model": reward_model, "chat": chat, "run_dir": run_dir}
         settings |= {"resume": resume, "wandb": wandb, **functions, **hooks}
         hints = get_type_hints(GRPOTrainer.__init__)
@@ -122,11 +127,14 @@ class GRPOTrainer:
         names = [getattr(tool, "__name__", "") for tool in tools]
         if "" in names or len({*names}) < len(names):
             raise UsageError(f"tools are {names}: each must be a function with a name of its own, defined by def")
-        if (environment is not None) + bool(tools) + (environment_factory is not None) > 1:
-            raise UsageError("environment, tools and environment_factory all answer the policy: give one of them")
+        if sum(function is not None and function != () for function in functions.values()) > 1:
+            raise UsageError(
+                "environment, tools, environment_factory and agent all answer the policy: give one of them"
+            )
+        reward_model = episode_return if reward_model is None and agent is not None else reward_model
         self._reward, self._run_dir = _checked_reward(reward_model), user_path(run_dir)
         self._factory, self._tools = environment_factory, dict(zip(names, tools, strict=True))
-        self._reply = reply_with(self._tools) if tools else environment
+        self._reply, self._agent = reply_with(self._tools) if tools else environment, agent
         if environment_factory is not None:
             self._tools, self._reply = trl_tools(environment_factory), trl_environment(environment_factory)
         self._chat, self._wandb, self._hooks = chat, wandb, hooks
@@ -175,8 +183,13 @@ class GRPOTrainer:
           UsageError: Prompts or options do not work. The message says what to change.
           FloatingPointError: Gradients were not finite too many times in a row.
         """
+        with self._open_environment() as environment:
+            return self._train(self._reset(_rows(prompts, "prompts")), environment)
+
+    def _train(self, rows: str | list[Mapping[str, Any]], environment: Environment | None) -> Pretrained:
+        """Trains on rows: see `train`."""
         started = time.perf_counter()
-        task = self._task(self._reset(_rows(prompts, "prompts")))
+        task = self._task(rows, environment)
         options = with_options(self._options, num_prompts=len(task.prompts(0).examples))
         prepared = prepare(options, self._models, task)
         folder = self._resumed or choose_folder(self._run_dir, resume=False)
@@ -187,13 +200,13 @@ class GRPOTrainer:
         begin(self.run, prepared, chat=self._chat)
         programs, phase = prepared.programs, PHASES[0]
         arguments = (prepared.params, task, programs.config, self.run, programs)
-        rows: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         if self._heldout is None:
             state = train(*arguments, phase=phase, **self._hooks)
         else:
-            rows, _, state = train_with_control(*arguments, phases=[phase], **self._hooks)
-            print_results(self.run, f"{len(task.heldout.examples)} held-out prompts [95% interval]", rows)
-        finish(self.run, rows, params_sha256(state.params["policy"]), started)
+            results, _, state = train_with_control(*arguments, phases=[phase], **self._hooks)
+            print_results(self.run, f"{len(task.heldout.examples)} held-out prompts [95% interval]", results)
+        finish(self.run, results, params_sha256(state.params["policy"]), started)
         if options.model.quantize != "none":
             params = restore(self.run.path, phase, None).merged()
         else:
@@ -204,27 +217,38 @@ class GRPOTrainer:
 
     def _reset(self, rows: str | list[Mapping[str, Any]]) -> Any:
         """Returns rows, to whose prompts an environment written for TRL adds the result of its `reset`."""
-        if self._factory is None:
+        if self._factory is None and self._agent is None:
             return rows
         if isinstance(rows, str):
-            raise UsageError("environment_factory gives the columns of rows to reset, and generators have none")
-        return trl_rows(self._factory, rows)
+            raise UsageError("environment_factory and agent get the columns of rows, and generators have none")
+        return rows if self._factory is None else trl_rows(self._factory, rows)
 
-    def _task(self, rows: str | Sequence[Mapping[str, Any]]) -> Task:
-        """Makes a task from rows, with the held-out set if there is one, or from generators."""
-        run, model, pretrained = self._options.train, self._options.model, self._models["policy"]
+    def _open_environment(self) -> AbstractContextManager[Environment | None]:
+        """Opens what answers the policy, if anything does."""
+        pretrained, kwargs = self._models["policy"], self._options.model.chat_template_kwargs
         in_chat = uses_chat(self._chat, pretrained.tokenizer)
         if self._tools and not in_chat:
             raise UsageError("tools need a tokenizer with a chat template, which tells the model of them, and chat")
-        chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, model.chat_template_kwargs)
-        environment = None
-        if self._reply:
-            encode, more = in_chat_template(chat, in_chat, has_tools=bool(self._tools))
-            environment = environment_of(self._reply, encode)._replace(**more)
+        chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs)
+        if self._agent is not None:
+            from grpo_jax.tasks.agents import open_agent  # imported only by runs with an agent
+            from grpo_jax.tasks.chat_api import request_values
+
+            sampling = self._options.train.sampling
+            return open_agent(self._agent, chat, request_values(sampling, options_of(self._options)["stop"]))
+        if self._reply is None:
+            return nullcontext()
+        encode, more = in_chat_template(chat, in_chat, has_tools=bool(self._tools))
+        return nullcontext(environment_of(self._reply, encode)._replace(**more))
+
+    def _task(self, rows: str | Sequence[Mapping[str, Any]], environment: Environment | None) -> Task:
+        """Makes a task from rows, with the held-out set if there is one, or from generators."""
+        run, pretrained = self._options.train, self._models["policy"]
+        begin_rows = environment.begin if environment else list
         lower = partial(_fitting_num_prompts, run) if self._lower_num_prompts else lambda _: run.sampling.num_prompts
         if not isinstance(rows, str):
-            held: Any = {"heldout_share": 0.0} if self._heldout is None else {"heldout_rows": self._heldout}
-            make: Any = partial(text_task, rows=rows, num_prompts=lower, **held)
+            held: Any = {"heldout_share": 0.0} if self._heldout is None else {"heldout_rows": begin_rows(self._heldout)}
+            make: Any = partial(text_task, rows=begin_rows(rows), num_prompts=lower, **held)
         elif self._heldout is None:
             generators = parse_generators(rows.removeprefix(PREFIX))
             make = partial(generated_task, generators=generators, num_prompts=lower(sys.maxsize))
@@ -236,7 +260,7 @@ class GRPOTrainer:
             vocab_size=pretrained.config.vocab_size,
             seed=run.seed,
             reward=self._reward,
-            chat=in_chat,
+            chat=uses_chat(self._chat, pretrained.tokenizer),
             tools=schemas_of(self._tools) if self._tools else None,
             **prompt_options(self._options, run.sampling, pretrained),
         )

@@ -25,7 +25,9 @@ from grpo_jax.models.policy import decoder_policy
 CONFIG = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8, max_position_embeddings=64)
 LOW = "def low(rows, texts): return [sum(map(text.count, '01234')) for text in texts]\n"
 GAME = '''
+import json
 import time
+from urllib.request import Request, urlopen
 from grpo_jax.data.episodes import Reply
 
 def make():
@@ -33,6 +35,16 @@ def make():
         if key[3] == 5: time.sleep(1000)
         return Reply(f"={example['digit']}=", reward=sum(map(transcript[-1].action.count, "01234")) / 8)
     return reply
+
+def talk(example, url):
+    messages = [{"role": "user", "content": example["prompt"]}]
+    for _ in range(3):
+        body = json.dumps({"model": "policy", "messages": messages}).encode()
+        with urlopen(Request(f"{url}/chat/completions", body)) as answer:
+            choice = json.load(answer)["choices"][0]
+        messages += [choice["message"], {"role": "user", "content": f"={example['digit']}="}]
+        if choice["finish_reason"] == "length": break
+    return sum(map(choice["message"]["content"].count, "01234"))
 
 class Game:
     def reset(self, **row):

@@ -146,7 +146,7 @@ BASES = {
 }
 # Where things are, and what the network is asked for.
 FIXED = {"run_dir", "config", "resume", "method", "model", "task", "data", "wandb", "engine", "teacher", "out", "json"}
-FIXED |= {"environment", "tools", "environment_factory"}
+FIXED |= {"environment", "tools", "environment_factory", "agent"}
 
 
 def words_of(hint: Any) -> st.SearchStrategy[list[str]]:

@@ -3,6 +3,7 @@
 import re
 import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -136,6 +137,29 @@ def test_trl_environment_classes_give_prompts_and_rewards(folder, tmp_path):
         assert group["prompt"].startswith(f"add{digit}+")
         assert group["prompt"].endswith("=0")
         assert group["components"]["get_reward"] == [int(digit)] * 4
+
+
+def test_agents_train_and_are_evaluated(folder, tmp_path, capsys):
+    game = Path(shutil.copy(folder / "game.py", tmp_path / "game.py"))
+    model = with_template(folder, tmp_path / "model", TEMPLATE)
+    options = ("--model", model, "--agent", f"{game}:talk", *ROOM, "--max-tokens", 24)
+    lines, results = run(folder, tmp_path / "run", "grpo", *SMALL, *options)
+    assert all(line["first_ratio_deviation"] < 1e-4 for line in lines[1:])
+    turns = set()
+    for group in read_lines(tmp_path / "run/rollouts.jsonl"):
+        digit = group["columns"]["digit"]
+        assert None not in group["rewards"]
+        assert group["prompt"].startswith(f"{digit}+")
+        for texts, each in zip(group["tokens"], group["turns"], strict=True):
+            replies = "".join(part for part, turn in zip(texts, each, strict=True) if turn < 0)
+            assert replies == f"={digit}=" * len({turn for turn in each if turn < 0})
+            turns.add(max(map(abs, each)))
+    assert turns == {1, 2, 3}
+    assert results["after"]["not_graded_share"] == 0
+    numbers = evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED)
+    assert numbers["avg"] == pytest.approx(results["after"]["avg"], abs=1e-6)
+    game.write_text(game.read_text().replace("range(3)", "range(2)"))
+    assert "source of the environment" in refusal(capsys, "train", "--resume", "--run-dir", tmp_path / "run")
 
 
 def test_changed_tools_and_missing_reply_room_are_refused(folder, tmp_path, capsys):

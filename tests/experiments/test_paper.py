@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 from tiny import STORIES, needs_data, refused
@@ -110,7 +111,7 @@ def test_the_compiler_for_gpus_takes_what_is_planned(tmp_path):
 
 
 def test_the_devices_are_those_of_the_topology(monkeypatch):
-    monkeypatch.setattr(plan, "devices_of_topology", lambda name: [None] * 4)
+    monkeypatch.setattr(plan, "devices_of_topology", lambda name: [SimpleNamespace(process_index=0)] * 4)
     config, _ = plan.resolved(Config(topology="v6e:2x2"))
     assert (config.devices, config.device) == (4, "v6e")
     with refused("devices is 8, but v6e:2x2 has 4"):

@@ -1,8 +1,10 @@
 """Compares the estimate of memory with real parameters and with the compiler's plans."""
 
+import math
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,14 +14,15 @@ from experiments.benchmarks.shapes import MID, TINY
 from experiments.paper.lowered import lowered, params_of, planned_bytes
 from experiments.planning.models import MODELS
 from grpo_jax.config import PPO, WHOLE, ModelOptions, recipe, with_options
-from grpo_jax.devices import Mesh, first_devices, jit_on_devices, place
+from grpo_jax.devices import Devices, Mesh, cut_of, first_devices, jit_on_devices, place, shardings
 from grpo_jax.functional.products import CPU, Traits
 from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig
-from grpo_jax.models.params.tree import split
+from grpo_jax.models.params.tree import join, split
 from grpo_jax.models.rows.pieces import PieceShape
 from grpo_jax.optimizer import make_optimizer
 from grpo_jax.planning import memory
 from grpo_jax.planning.memory import Estimate, Shape, estimate
+from grpo_jax.rl import own_devices
 from grpo_jax.rl.distillation import output_bytes
 
 MIXTURE = replace(TINY, experts=ExpertsConfig(8, 2, TINY.intermediate_size // 2, norm_topk_prob=True))
@@ -304,3 +307,50 @@ def test_peak_memory_is_that_of_the_largest_phase():
     assert needs._replace(decoding=0).peak == 42
     assert needs._replace(decoding=0, activations=0).learning == 12  # the step of the optimizer
     assert needs._replace(decoding=0, scoring=50).peak == 65
+
+
+# The trainer's mesh, the sampler's, and the options of a run.
+SIDES = [
+    (Mesh(1, 4, 1), None, {}),
+    (Mesh(1, 4, 1), Mesh(1, 2, 2), {"lora_rank": 8, "param_dtype": "bfloat16"}),
+    (Mesh(2, 2, 1), Mesh(1, 1, 4), {}),
+    (None, Mesh(1, 4, 1), {"lora_rank": 8}),
+    (Mesh(2, 1, 2), Mesh(2, 1, 2), {"lora_rank": 8}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "other", "adapters"), SIDES)
+def test_copies_and_their_way_take_the_planned_memory(mesh, other, adapters, monkeypatch):
+    """Four devices train and four sample: the bytes of a copy, and of the compiled programs of its way."""
+    monkeypatch.setattr(own_devices, "IN_FLIGHT", 2**60)
+    model, listed = replace(TINY, num_key_value_heads=4), jax.devices()
+    training, sampling = Devices(tuple(listed[:4]), mesh), Devices(tuple(listed[4:]), other)
+    fsdp, tensor = cut_of(sampling)
+    run = recipe(num_prompts=8, devices=8, sampler_devices=4, sampler_fsdp=fsdp, sampler_tensor=tensor, staleness=1)
+    shape = Shape(fsdp=cut_of(training)[0], tensor=cut_of(training)[1], **adapters)
+    plans = [estimate(model, side) for side in memory.split_shape(model, shape, run, training, sampling)]
+    base = {"lora_rank": 0, "param_dtype": "float32"} | adapters
+    made = params_of(model, run, **base)["policy"]
+    params = place(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made), training)
+    take = own_devices.make_take(training, sampling)
+    first = take(params)
+    trained, frozen = split(params)
+    second = take(join(jax.tree.map(jnp.copy, trained), frozen))  # the base is not copied again
+    there = {x.unsafe_buffer_pointer(): x.nbytes for x in map(first_part, jax.tree.leaves((first, second)))}
+    assert sum(there.values()) == pytest.approx(plans[1].params, rel=0.01)
+    leaving = arriving = 0
+    for x, target in zip(jax.tree.leaves(params), jax.tree.leaves(shardings(params, sampling)), strict=True):
+        way = own_devices.way_of(x.shape, x.sharding.shard_shape(x.shape), target.shard_shape(x.shape), False)
+        if way.piece != way.source:
+            planned = planned_bytes(own_devices.make_cut(way, x.sharding).lower(x).compile())
+            leaving += planned["results"] + planned["temporary"]
+        if way.piece != way.target:
+            pieces = [n // count for n, count in zip(x.shape, way.joins, strict=True)]
+            arrays = [jax.ShapeDtypeStruct(pieces, x.dtype, sharding=target)] * math.prod(way.joins)
+            planned = planned_bytes(own_devices.make_join(way, target).lower(arrays).compile())
+            arriving += planned["arguments"] + planned["temporary"]
+    assert [plan.moving for plan in plans] == [pytest.approx(size, rel=0.15) for size in (leaving, arriving)]
+
+
+def first_part(x):
+    return x.addressable_shards[0].data

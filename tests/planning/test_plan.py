@@ -124,3 +124,15 @@ def test_resumed_runs_reuse_their_saved_plan(monkeypatch):
         resumed, _, again = plan_with(monkeypatch, kept, limit)
         assert resumed == smaller
         assert again.fits == (limit == 10**10)
+
+
+def test_devices_that_only_sample_must_have_the_memory_too():
+    sampler = SHAPE._replace(learns=False, versions=2)
+    training, sampling = SHAPE._replace(samples=False), estimate(MID, sampler)
+    assert sampling.peak == sampling.params + sampling.sampling
+    assert sampling.params == 2 * estimate(MID, training).params
+    plan = choose(MID, training, 23 * 10**9, sampler=sampler)
+    assert plan.fits
+    assert str(plan).endswith(f"; devices that only sample: about {sampling.peak / 2**30:.2g} GiB")
+    with refused("a device that only samples needs about .* set sampler_fsdp"):
+        choose(MID, training, int(sampling.peak / 0.85) - 10**6, sampler=sampler)

@@ -360,3 +360,9 @@ def test_queued_episodes_keep_turns_and_endings(tmp_path):
     _, fresh = train_bigrams(tmp_path / "fresh", with_options(config, staleness=0, steps=1), reward=BOTH)
     first = fresh.lines("rollouts.jsonl")
     assert groups[: len(first)] == first
+
+
+def test_hosts_that_sample_together_refuse_environments(monkeypatch):
+    monkeypatch.setattr("grpo_jax.rl.episodes.num_hosts", lambda devices: 2)
+    with refused("set sampler_devices, so that each samples its own groups"):
+        make_programs(POLICY, PLAYED, CONFIG)

@@ -16,7 +16,7 @@ import numpy as np
 import on_hosts
 import pytest
 import test_devices as cases
-from command_runs import write_inputs
+from command_runs import EPISODES, GRPO, write_inputs
 from rl_helpers import assert_same_files
 
 from grpo_jax.commands import train
@@ -127,6 +127,29 @@ def test_updates_on_several_hosts_equal_one_host(tmp_path, number, devices):
     exchanged, planned = json.loads((tmp_path / "exchanged.json").read_text())
     assert sum(planned) > 0
     assert exchanged == pytest.approx(planned, rel=0.05)
+
+
+SAMPLED = {
+    # With parameters cut over both hosts, each of which samples its own groups on two of its four devices.
+    "grpo": (f"{GRPO} --reward user.py:low --steps 4 --fsdp 4 --learning-rate 0.1", 2, "--sampler-fsdp 2"),
+    "episodes": (f"{EPISODES} --environment user.py:make --steps 3 --learning-rate 0.1", 1, ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLED)
+def test_samplers_of_two_hosts_have_the_numbers_of_no_samplers(tmp_path, name):
+    options, others, layout = SAMPLED[name]
+    own = (f"--sampler-devices 2 {layout}", 2, 4)
+    for folder, (more, number, devices) in {"own": own, "none": ("", others, 4 // others)}.items():
+        (tmp_path / folder).mkdir()
+        write_inputs(tmp_path / folder)
+        command = f"command {options} {more} --staleness 1 --devices 0 --run-dir run".split()
+        finish(launch(tmp_path / folder, *command, number=number, devices=devices))
+    assert_close(lines(tmp_path / "own"), lines(tmp_path / "none"))
+    groups = [lines(tmp_path / folder, "rollouts.jsonl") for folder in ("own", "none")]
+    assert [group["completions"] for group in groups[0]] == [group["completions"] for group in groups[1]]
+    assert len({line["reward"] for line in lines(tmp_path / "own") if "reward" in line}) > 1
 
 
 PAIRS = ("--task", "rows.jsonl", "--num-pairs", "8")

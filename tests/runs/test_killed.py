@@ -49,6 +49,7 @@ RUNS = {
     "online_preferences": (1, ONLINE, "line"),
     "pmap": (4, f"{LOW} {PMAP}", "line save"),
     "mesh": (8, f"{LOW} {MESH}", "line line"),
+    "sampler_devices": (8, f"{LOW} --devices 8 --sampler-devices 4 --sampler-fsdp 2 --staleness 1", "line save"),
 }
 COMPARED = ("metrics.jsonl", "rollouts.jsonl", "results.json", "inputs.json")
 SAVING = "checkpoints/*/*.orbax-checkpoint-tmp"

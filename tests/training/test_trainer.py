@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.request import ProxyHandler, Request, build_opener
 
 import jax
 import jax.numpy as jnp
@@ -264,6 +265,33 @@ def test_trl_environments_show_tools_and_first_observation(folder, tmp_path):
     assert {*group["rewards"]} == {0.0}
 
 
+def ask_twice(example, url):
+    messages = [{"role": "user", "content": example["prompt"]}]
+    for _ in range(2):
+        request = Request(f"{url}/chat/completions", json.dumps({"model": "policy", "messages": messages}).encode())
+        with build_opener(ProxyHandler({})).open(request) as answer:
+            choice = json.load(answer)["choices"][0]
+        messages += [choice["message"], {"role": "user", "content": "1+"}]
+        if choice["finish_reason"] == "length":
+            break
+    return len(messages)
+
+
+def test_agents_train_with_their_own_rewards(folder, tmp_path):
+    with refused("no chat template"):
+        GRPOTrainer(folder, agent=ask_twice, run_dir=tmp_path / "none", **TWO_TURNS).train(PROMPTS)
+    told = tmp_path / "told"
+    shutil.copytree(folder, told)
+    (told / "chat_template.jinja").write_text(TURNS)
+    trainer = GRPOTrainer(told, agent=ask_twice, heldout=["7+7="], run_dir=tmp_path / "run", **TWO_TURNS)
+    trainer.train(PROMPTS)
+    groups = trainer.run.lines("rollouts.jsonl")
+    assert {group["prompt"] for group in groups} <= {*PROMPTS}
+    rewards = [reward for group in groups for reward in group["rewards"]]
+    turns = [max(map(abs, turns)) for group in groups for turns in group["turns"]]
+    assert rewards == [1.0 + 2 * count for count in turns]
+
+
 def pretrained(**fields):
     """Returns a loaded model without a tokenizer."""
     config = ModelConfig(12, 8, 16, 1, 2, 1, 4)
@@ -273,6 +301,7 @@ def pretrained(**fields):
 BAD_OPTIONS = [
     ({"tools": [add], "prompts": PROMPTS}, "tools need a tokenizer with a chat template"),
     ({"tools": [add], "environment": higher}, "give one of them"),
+    ({"agent": ask_twice, "environment": higher}, "give one of them"),
     ({"environment_factory": Adder, "environment": higher}, "give one of them"),
     ({"environment": higher, "max_turns": 2, "prompts": PROMPTS}, "environment_tokens is 0"),
     ({"max_turns": 2, "prompts": PROMPTS}, "this one has none: leave them out"),
