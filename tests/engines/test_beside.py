@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from beside_runs import (
@@ -28,12 +29,13 @@ from beside_runs import (
     run_in_process,
     run_of,
 )
-from tiny import read_lines, says_three
+from tiny import read_lines, refused, says_three
 
 from grpo_jax.data.episodes import Reply, environment
 from grpo_jax.errors import Interruption
 from grpo_jax.runs.checkpoint import saved_steps
 from grpo_jax.runs.folder import WAIT_SHARES
+from grpo_jax.runs.journal import open_journal
 
 WORKER = Path(__file__).with_name("one_of_hosts.py")
 
@@ -146,6 +148,33 @@ def test_episodes_call_their_environment_in_one_thread(servers, tmp_path, rank):
     assert_same_runs(run_of(tmp_path / "beside", servers, 1, **options), turns)
     assert len(threads) == 1
     assert max(line["turns_mean"] for line in turns[1].lines()) > 1
+
+
+@pytest.mark.parametrize("parallel", ["pmap", pytest.param("mesh", marks=pytest.mark.slow)])
+def test_trainers_on_several_devices_sample_alongside_training(server, tmp_path, parallel):
+    options = {"devices": 2, "parallel": parallel, "fsdp": 2 if parallel == "mesh" else 1, "steps": 4}
+    turns = run_of(tmp_path / "turns", [server], 1, rank=2, change=blocking, **options)
+    assert_same_runs(run_of(tmp_path / "beside", [server], 1, rank=2, **options), turns)
+
+
+def test_journals_keep_what_the_last_two_checkpoints_may_need(tmp_path):
+    def line(number):
+        return {"version": "v", "request": str(number), "ids": [number], "logprobs": [-0.1]}
+
+    journal = open_journal(tmp_path / "journal")
+    journal.keep([line(1)])
+    journal.turn_page()  # a checkpoint covers the first line
+    journal.keep([line(2), line(3)])
+    params = {"a": jnp.full((2, 3), 1.5, jnp.bfloat16), "b": jnp.float32(0.25)}
+    journal.keep_policy(7, params)
+    journal.turn_page()
+    journal.keep([line(4)])
+    later = open_journal(tmp_path / "journal")
+    assert [later.find("v", str(number)) for number in range(1, 5)] == [None, *(([n], [-0.1]) for n in (2, 3, 4))]
+    assert later.find("w", "2") is None
+    jax.tree.map(np.testing.assert_array_equal, later.policy(7, jax.tree.map(jnp.zeros_like, params)), params)
+    with refused("a rollout of the checkpoint needs it"):
+        later.policy(8, params)
 
 
 # ---- whose parameters a server holds
@@ -261,13 +290,10 @@ def test_an_exception_in_the_trainer_ends_the_threads(server, tmp_path, place):
         return programs._replace(learn=call)
 
     fault = {"reward": says_three_until(2)} if place == "reward" else {"change": learn}
-    started, before = time.monotonic(), {*threading.enumerate()}
+    started = time.monotonic()
     with pytest.raises(Stop):
         run_of(tmp_path, [server], 1, **fault)
-    assert time.monotonic() - started < 20
-    time.sleep(0.5)
-    ours = [thread for thread in {*threading.enumerate()} - before if "ThreadPool" in thread.name]
-    print(ours)
+    assert time.monotonic() - started < 30  # less than the server takes to answer
 
 
 # ---- what it saves
