@@ -98,7 +98,7 @@ def show_start(options: Config, models: Models, task: Task) -> None:
     pretrained, prompts = models["policy"], task.prompts(0)
     check_task(task, options.train)
     tries = try_rewards(task, prompts.examples[0], pretrained, options.train.sampling.group_size)
-    _, _, plan = apply_memory_plan(options, models, task)
+    _, _, plan = apply_memory_plan(options, models, task, options.engine)
     first = pretrained.tokenizer.decode(prompts.tokens.ids[0][prompts.tokens.mask[0]].tolist())
     lines = [*pretrained.notes, *task.notes, *rate_warning(options, pretrained).values(), str(plan)]
     lines.append(f"the first prompt, as the model reads it: {first!r}")

@@ -88,7 +88,7 @@ class Shape(NamedTuple):
     process_bytes: int = 0  # the device's part of what the process takes in addition to arrays, if they share memory
     token_bytes: int = 0  # bytes kept for a token: supports, in all rollouts that are kept, and the scorer's outputs
     optimizer: Any = "adamw"  # as `load_optimizer` returns it
-    copies: int = 1  # copies of trained parameters: the start, and a reference that moves
+    copies: int = 1  # copies of trained parameters: the start, a moving reference, and those that servers sample with
     fsdp: int = 1
     tensor: int = 1
     traits: Traits = GPU  # traits of the backend

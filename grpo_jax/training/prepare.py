@@ -267,7 +267,7 @@ def prepare(
     if options.train.needs_rewards:
         row, group_size = task.prompts(0).examples[0], options.train.sampling.group_size
         try_rewards(task, row, models["policy"], group_size)
-    options, models, plan = apply_memory_plan(options, models, task)
+    options, models, plan = apply_memory_plan(options, models, task, engine)
     config = options.train
     if config.loss.correction == "auto" and engine.engine_dtype not in ("auto", plan.model.dtype):
         options = with_options(options, correction=config.off_policy_correction)
@@ -338,7 +338,9 @@ def answer_of(row: Example) -> str | None:
     return "\n#### ".join(parts) if parts else None
 
 
-def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Options, Models, Plan]:
+def apply_memory_plan(
+    options: Options, models: Models, task: Task, engine: EngineOptions = EngineOptions()
+) -> tuple[Options, Models, Plan]:
     """Chooses pieces and remat by the memory of a device, and rotations by the longest text.
 
     The choice, with the dtype, becomes part of the options in the run's config.json. So a resumed run uses it too, even
@@ -348,6 +350,7 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
       options: The options of the run.
       models: The policy, and a teacher if there is one.
       task: Supplies the prompts.
+      engine: A server that samples instead of this process. Default: no server.
 
     Returns:
       The options and the models with the choice applied, and the plan.
@@ -360,6 +363,8 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     models = {role: for_texts(model, longest) for role, model in models.items()}
     policy, devices = models["policy"], devices_of(config)
     shape = shape_of(options.train, options.model, width, shards=num_shards(devices))
+    if engine.engine and config.sampling.staleness:  # servers sample with copies of the parameters
+        shape = shape._replace(copies=shape.copies + 1 + config.sampling.staleness)
     for scorer in (model.config for role, model in models.items() if role != "policy"):
         from grpo_jax.rl.distillation import output_bytes  # loaded only with a teacher
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from tiny import refused
 
 from experiments.benchmarks.shapes import MID
-from grpo_jax.config import PPO, GRPOConfig, ModelOptions, recipe
+from grpo_jax.config import PPO, EngineOptions, GRPOConfig, ModelOptions, recipe
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
@@ -102,11 +102,11 @@ class Options(RunOptions):
     train: GRPOConfig = recipe(num_prompts=4, group_size=8, max_tokens=128)
 
 
-def plan_with(monkeypatch, options: RunOptions, limit: int):
+def plan_with(monkeypatch, options: RunOptions, limit: int, engine: EngineOptions = EngineOptions()):
     monkeypatch.setattr(prepare, "memory_limit", lambda devices: limit)
     loaded = Pretrained(SMALL, None, None, (), Path(), ())
     task = SimpleNamespace(prompts=lambda step: SimpleNamespace(tokens=SimpleNamespace(width=16)))
-    options, models, plan = apply_memory_plan(options, {"policy": loaded}, task)
+    options, models, plan = apply_memory_plan(options, {"policy": loaded}, task, engine)
     return options, models["policy"], plan
 
 
@@ -124,6 +124,15 @@ def test_resumed_runs_reuse_their_saved_plan(monkeypatch):
         resumed, _, again = plan_with(monkeypatch, kept, limit)
         assert resumed == smaller
         assert again.fits == (limit == 10**10)
+
+
+def test_servers_sample_with_copies_of_the_parameters(monkeypatch):
+    server, stale = EngineOptions(engine=("http://127.0.0.1:1",)), Options(train=recipe(staleness=2))
+    none, turns, alongside = (
+        plan_with(monkeypatch, options, 10**10, engine)[2].estimate
+        for options, engine in ((stale, EngineOptions()), (Options(), server), (stale, server))
+    )
+    assert none.start == turns.start == alongside.start / 4
 
 
 def test_devices_that_only_sample_must_have_the_memory_too():
