@@ -54,9 +54,9 @@ from grpo_jax.planning.memory import (
     Shape,
     choose,
     count_shards,
+    divide_shape,
     estimate,
     num_params,
-    split_shape,
 )
 
 
@@ -155,7 +155,7 @@ def main(config: Config) -> None:
     console, shape, data = Console(), shape_of(config), data_of(config)
     model = replace(model_of(config.model), dtype=config.dtype, rounding=ModelOptions().rounding)
     device = device_of(config)
-    shape, sampler = split_shape(model, shape, run_of(config, shape, data), *sides_of(config, shape, data))
+    shape, sampler = divide_shape(model, shape, run_of(config, shape, data), *sides_of(config, shape, data))
     plan = choose(model, shape, int(device.memory), remat=config.remat, sampler=sampler)
     mesh = f"data {data} x fsdp {plan.shape.fsdp} x tensor {plan.shape.tensor}"
     console.print(f"{config.model}: {in_words(num_params(model))} parameters on {mesh} {config.device}")

@@ -171,7 +171,7 @@ def sampler_of(
         devices,
         cancel=engine.cancel,
         pop_times=engine.pop_times,
-        balance=partial(balance, len(options.engine)),
+        balance=partial(balance_servers, len(options.engine)),
     )
     if takes:
         sampler = sampler._replace(take=engine.take)
@@ -216,7 +216,7 @@ def longest_prompt(task: Task) -> list[int]:
     return max((row[is_token].tolist() for row, is_token in zip(tokens.ids, tokens.mask, strict=True)), key=len)
 
 
-def balance(servers: int, trainer: float, sampler: float) -> str:
+def balance_servers(servers: int, trainer: float, sampler: float) -> str:
     """Returns a sentence about how many servers would keep up with the trainer.
 
     Args:

@@ -13,7 +13,7 @@ peak = process + held + max(sampling, scoring, learning), in bytes:
 - scoring = the scoring model's pass over one piece
 - learning = max(gradients + activations of one piece, the step of the optimizer)
 
-If some devices only sample (`split_shape`), sampling on the others is only their part of a copy's way. A device that
+If some devices only sample (`divide_shape`), sampling on the others is only their part of a copy's way. A device that
 only samples holds the frozen parameters, and each version of the trained ones that a rollout still needs.
 
 Parameters are counted from the model's trees, sharded as in `models.params.sharding`. The other terms are rough
@@ -535,7 +535,7 @@ def shape_of(
     )
 
 
-def split_shape(
+def divide_shape(
     model: ModelConfig, shape: Shape, run: GRPOConfig, training: Devices, sampling: Devices
 ) -> tuple[Shape, Shape | None]:
     """Returns the shape of a run on the devices that train, and on those that only sample, if there are any.

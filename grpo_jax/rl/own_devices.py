@@ -60,10 +60,10 @@ def on_own_devices(sampler: Sampler, devices: Devices) -> Sampler:
         return completions
 
     counts = size(sampler.devices), size(devices) // num_hosts(devices)
-    return sampler._replace(draw=draw, devices=devices, take=take, at_once=1, balance=partial(balance, *counts))
+    return sampler._replace(draw=draw, devices=devices, take=take, at_once=1, balance=partial(balance_devices, *counts))
 
 
-def balance(sampling: int, training: int, trainer: float, sampler: float) -> str:
+def balance_devices(sampling: int, training: int, trainer: float, sampler: float) -> str:
     """Returns a sentence about who waited, and with how many devices of a host that sample nobody would have.
 
     Args:

@@ -43,7 +43,7 @@ from grpo_jax.tasks.chat_api import (
     read_request,
     write_answer,
 )
-from grpo_jax.tasks.endpoint import Refused, start_server
+from grpo_jax.tasks.endpoint import BadRequest, start_server
 
 _THREADS = 1024  # for `asyncio.to_thread` in agents, each of which may wait for the policy
 _AT_ONCE = 64  # agents that begin at once to tell the prompts of rows
@@ -73,7 +73,7 @@ class _Session:
             self.waiting.set_result(write_answer(message, f"{name}-{len(actions)}", is_cut=is_cut))
         self.waiting = None
 
-    def refuse(self, why: Refused) -> None:
+    def refuse(self, why: BadRequest) -> None:
         """Refuses the request that waits, if there is one."""
         if self.waiting and not self.waiting.done():
             self.waiting.set_exception(why)
@@ -121,7 +121,7 @@ class _Agents:
 
     def end(self, keys: Sequence[Key]) -> None:
         """Ends the agents of episodes."""
-        why = Refused("the rollout has ended: no tokens or turns are left, or it failed", status=404)
+        why = BadRequest("the rollout has ended: no tokens or turns are left, or it failed", status=404)
         for name in {_name(key) for key in keys}:
             self._loop.call_soon_threadsafe(self._stop, name, why)
 
@@ -136,7 +136,7 @@ class _Agents:
             names = [f"row-{i}" for i in range(start, min(start + _AT_ONCE, len(rows)))]
             events = self._wait([self._first(name, rows[start + i]) for i, name in enumerate(names)], self._deadline)
             for name, event in zip(names, events, strict=True):
-                self._loop.call_soon_threadsafe(self._stop, name, Refused("the row has its prompt", status=404))
+                self._loop.call_soon_threadsafe(self._stop, name, BadRequest("the row has its prompt", status=404))
                 if isinstance(event, Reply):
                     reason = place_and_reason(event.message) if event.failure else "it ended without a request"
                     raise UsageError(f"the agent told no prompt of {name.replace('-', ' ')}: {reason}")
@@ -169,7 +169,7 @@ class _Agents:
             if sum(len(message["content"]) for message in added) > MAX_CHARACTERS:
                 return Reply("".join(message["content"] for message in added))  # longer than any budget of tokens
             ids = self._encode(added, getattr(prompt, "kwargs", {}), _is_open(action))
-        except (Refused, UsageError) as error:
+        except (BadRequest, UsageError) as error:
             return _failed(f"a request of the agent fails its rollout: {error}")
         session.transcript = event.messages
         return Reply(ids=ids)
@@ -180,7 +180,7 @@ class _Agents:
         """Answers the request of an agent, which begins before its first answer, and returns what it does then."""
         name = _name(key)
         if key[-1] == 0:
-            self._stop(name, Refused("the rollout begins again", status=404))
+            self._stop(name, BadRequest("the rollout begins again", status=404))
             first = await self._first(name, example.get("row", example))
             if isinstance(first, Reply):
                 return first if first.failure else _failed("the agent ended without a request")
@@ -215,7 +215,7 @@ class _Agents:
             value = Reply(done=True, **{"rewards" if isinstance(value, list) else "reward": value})
         session.events.put_nowait(checked_reply(value))
 
-    def _stop(self, name: str, why: Refused) -> None:
+    def _stop(self, name: str, why: BadRequest) -> None:
         """Ends an agent. A request that waits is refused."""
         if session := self._sessions.pop(name, None):
             session.refuse(why)
@@ -228,14 +228,14 @@ class _Agents:
         name, _, resource = rest.partition("/")
         session = self._sessions.get(name) if secrets.compare_digest(secret.encode(), self._secret.encode()) else None
         if session is None:
-            raise Refused("there is no such rollout: it has ended, or the URL is another", status=404)
+            raise BadRequest("there is no such rollout: it has ended, or the URL is another", status=404)
         if (method, resource) == ("GET", "v1/models"):
             return 200, MODELS
         if (method, resource) != ("POST", "v1/chat/completions"):
-            raise Refused("here are only POST /v1/chat/completions and GET /v1/models", status=404)
+            raise BadRequest("here are only POST /v1/chat/completions and GET /v1/models", status=404)
         request = read_request(body, self._values)
         if session.waiting:
-            why = Refused("a rollout makes one request at a time, and another one still waits: await it first")
+            why = BadRequest("a rollout makes one request at a time, and another one still waits: await it first")
             session.failure = _failed(f"a request of the agent fails its rollout: {why}")
             session.events.put_nowait(session.failure)
             session.refuse(why)

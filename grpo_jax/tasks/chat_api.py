@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from grpo_jax.data.types import Completion
 from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.models.chat import Message, check_text, parse_calls, parse_json
-from grpo_jax.tasks.endpoint import Refused
+from grpo_jax.tasks.endpoint import BadRequest
 from grpo_jax.tasks.tools import calls_of
 
 MODEL = "policy"  # the name of the only model
@@ -65,26 +65,26 @@ def read_request(body: bytes, values: Mapping[str, Any]) -> ChatRequest:
       values: The values that fields may have: see `request_values`.
 
     Raises:
-      Refused: The request is malformed, or asks for anything that the run does not do.
+      BadRequest: The request is malformed, or asks for anything that the run does not do.
     """
     try:
         fields = parse_json(body.decode(), dict)
     except ValueError:  # no JSON, no object, or no UTF-8
-        raise Refused("the body is no JSON object of a few levels in UTF-8") from None
+        raise BadRequest("the body is no JSON object of a few levels in UTF-8") from None
     for name, value in fields.items():
         if name in _IGNORED or value in _EMPTY:
             continue
         if name not in values:
-            raise Refused(f"{abbreviate(name)} is not supported: leave it out", param=name)
+            raise BadRequest(f"{abbreviate(name)} is not supported: leave it out", param=name)
         asked = [value] if name == "stop" and isinstance(value, str) else value
         if asked != values[name]:
-            raise Refused(
+            raise BadRequest(
                 f"{name} is {abbreviate(value)}, and here it is always {abbreviate(values[name])}: leave it out",
                 param=name,
             )
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise Refused("messages should be a list of at least one message", param="messages")
+        raise BadRequest("messages should be a list of at least one message", param="messages")
     return ChatRequest([read_message(x, f"messages[{i}]") for i, x in enumerate(messages)], _read_tools(fields))
 
 
@@ -96,19 +96,19 @@ def read_message(fields: Any, where: str) -> Message:
       where: Its place, for errors.
 
     Raises:
-      Refused: It is no message of text.
+      BadRequest: It is no message of text.
     """
     if not isinstance(fields, dict) or fields.get("role") not in _ROLES:
-        raise Refused(f"{where} should be an object with a role among {', '.join(_ROLES)}", param=where)
+        raise BadRequest(f"{where} should be an object with a role among {', '.join(_ROLES)}", param=where)
     if other := [name for name, value in fields.items() if name not in _FIELDS and value not in _EMPTY]:
-        raise Refused(f"{where} has {abbreviate(other[0])}, which is not supported", param=where)
+        raise BadRequest(f"{where} has {abbreviate(other[0])}, which is not supported", param=where)
     content = fields.get("content") or ""
     if isinstance(content, list):
         content = "".join(_text_of(part, where) for part in content)
     if not isinstance(content, str) or not all(isinstance(fields.get(x) or "", str) for x in ("name", "tool_call_id")):
-        raise Refused(f"{where} should have texts as content, name and tool_call_id", param=where)
+        raise BadRequest(f"{where} should have texts as content, name and tool_call_id", param=where)
     if not (content or fields.get("tool_calls")) and fields["role"] not in ("tool", "assistant"):
-        raise Refused(f"{where} has no content", param=where)
+        raise BadRequest(f"{where} has no content", param=where)
     message = {name: fields[name] for name in _FIELDS if fields.get(name) not in _EMPTY} | {"content": content}
     try:
         check_text(json.dumps(message, ensure_ascii=False), where)
@@ -116,15 +116,15 @@ def read_message(fields: Any, where: str) -> Message:
         if not all(isinstance(call["function"]["name"], str) for call in message.get("tool_calls", ())):
             raise TypeError
     except UsageError as error:
-        raise Refused(str(error), param=where) from None
+        raise BadRequest(str(error), param=where) from None
     except (LookupError, TypeError, ValueError):
-        raise Refused(f"{where} has calls of tools that are not as OpenAI's API writes them", param=where) from None
+        raise BadRequest(f"{where} has calls of tools that are not as OpenAI's API writes them", param=where) from None
     return message
 
 
 def _text_of(part: Any, where: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise Refused(f"{where} has a part that is no text: images, sounds and files are not supported", param=where)
+        raise BadRequest(f"{where} has a part that is no text: images, sounds and files are not supported", param=where)
     return part["text"]
 
 
@@ -134,7 +134,7 @@ def _read_tools(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         if not isinstance(tools, list) or not all(tool["function"]["name"] + "" for tool in tools):
             raise TypeError
     except (LookupError, TypeError):
-        raise Refused("tools should be a list of functions with names", param="tools") from None
+        raise BadRequest("tools should be a list of functions with names", param="tools") from None
     return tools
 
 
@@ -149,22 +149,22 @@ def added_messages(
       request: The request, which has these tools and begins with these messages.
 
     Raises:
-      Refused: It does not continue the transcript.
+      BadRequest: It does not continue the transcript.
     """
     messages = request.messages
     if request.tools != tools:
-        raise Refused("its tools differ from those of the first request")
+        raise BadRequest("its tools differ from those of the first request")
     for i, (known, message) in enumerate(zip(transcript, messages, strict=False)):
         if known != message:
             name = next((x for x in _FIELDS if known.get(x) != message.get(x)), "role")
-            raise Refused(
+            raise BadRequest(
                 f"messages[{i}] does not continue the transcript of this rollout: its {name} is "
                 f"{abbreviate(message.get(name))}, and was {abbreviate(known.get(name))}"
             )
     added = messages[len(transcript) :]
     if not added or any(message["role"] == "assistant" for message in added):
         what = "a message of the assistant that the model did not write" if added else "no message"
-        raise Refused(f"the request adds {what} to the transcript of this rollout")
+        raise BadRequest(f"the request adds {what} to the transcript of this rollout")
     return added
 
 

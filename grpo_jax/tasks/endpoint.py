@@ -13,11 +13,11 @@ from grpo_jax.errors import reason_of
 _LONGEST_HEAD, _LONGEST_BODY = 2**16, 2**22  # bytes
 _LINGERS = 5  # seconds in which the rest of a refused request is read
 
-# (method, path, body) -> HTTP status and the answer; may raise Refused
+# (method, path, body) -> HTTP status and the answer; may raise BadRequest
 Answer = Callable[[str, str, bytes], Awaitable[tuple[int, Any]]]
 
 
-class Refused(Exception):
+class BadRequest(Exception):
     """A request that is refused.
 
     Attributes:
@@ -51,12 +51,12 @@ async def _converse(answer: Answer, reader: asyncio.StreamReader, writer: asynci
             try:
                 method, path, body, is_open = await _read(reader, writer)
                 status, content = await answer(method, path, body)
-            except Refused as error:
+            except BadRequest as error:
                 status, content = error.status, error.body
             except (ConnectionError, asyncio.IncompleteReadError):
                 raise
             except Exception as error:
-                status, content = 500, Refused(f"{type(error).__name__}: {reason_of(error)}", status=500).body
+                status, content = 500, BadRequest(f"{type(error).__name__}: {reason_of(error)}", status=500).body
             _write(writer, status, content, is_open)
             await writer.drain()
         async with asyncio.timeout(_LINGERS):  # a client that still sends would not read the answer
@@ -70,19 +70,19 @@ async def _read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> t
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.LimitOverrunError:
-        raise Refused(f"the headers have more than {_LONGEST_HEAD} bytes", status=431) from None
+        raise BadRequest(f"the headers have more than {_LONGEST_HEAD} bytes", status=431) from None
     first, *lines = head.split("\r\n")
     fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     match first.split(" "):
         case [method, path, version] if version in ("HTTP/1.0", "HTTP/1.1"):
             pass
         case _:
-            raise Refused("this is no request of HTTP/1.1", status=400)
+            raise BadRequest("this is no request of HTTP/1.1", status=400)
     length = fields.get("content-length", "0")
     if "transfer-encoding" in fields or not (length.isascii() and length.isdigit()):
-        raise Refused("the body needs its length in Content-Length", status=411)
+        raise BadRequest("the body needs its length in Content-Length", status=411)
     if len(length) > len(str(_LONGEST_BODY)) or int(length) > _LONGEST_BODY:
-        raise Refused(f"the body has more than {_LONGEST_BODY} bytes", status=413)
+        raise BadRequest(f"the body has more than {_LONGEST_BODY} bytes", status=413)
     if fields.get("expect", "").lower() == "100-continue":
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     body = await reader.readexactly(int(length))

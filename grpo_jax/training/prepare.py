@@ -31,7 +31,7 @@ from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained, 
 from grpo_jax.models.params.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy, resolve_dtype
 from grpo_jax.options import Escaped, check_ranges, options_of
-from grpo_jax.planning.memory import Plan, choose, num_params, shape_of, split_shape
+from grpo_jax.planning.memory import Plan, choose, divide_shape, num_params, shape_of
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.programs import Programs, make_programs
@@ -369,7 +369,7 @@ def apply_memory_plan(
         from grpo_jax.rl.distillation import output_bytes  # loaded only with a teacher
 
         shape = shape._replace(scorer=scorer, token_bytes=shape.token_bytes + output_bytes(config, scorer))
-    shape, sampler = split_shape(policy.config, shape, config, devices, sampling_devices(config))
+    shape, sampler = divide_shape(policy.config, shape, config, devices, sampling_devices(config))
     count = min(size(devices) + config.num_sampler_devices, jax.local_device_count())
     limits = gather("the memory of a device", memory_limit(count))
     plan = choose(policy.config, shape, min(limits), remat=options.model.remat, sampler=sampler)

@@ -328,7 +328,7 @@ def test_copies_and_their_way_take_the_planned_memory(mesh, other, adapters, mon
     fsdp, tensor = cut_of(sampling)
     run = recipe(num_prompts=8, devices=8, sampler_devices=4, sampler_fsdp=fsdp, sampler_tensor=tensor, staleness=1)
     shape = Shape(fsdp=cut_of(training)[0], tensor=cut_of(training)[1], **adapters)
-    plans = [estimate(model, side) for side in memory.split_shape(model, shape, run, training, sampling)]
+    plans = [estimate(model, side) for side in memory.divide_shape(model, shape, run, training, sampling)]
     base = {"lora_rank": 0, "param_dtype": "float32"} | adapters
     made = params_of(model, run, **base)["policy"]
     params = place(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made), training)

@@ -26,7 +26,7 @@ from grpo_jax.config import GRPOConfig, with_options
 from grpo_jax.devices import Devices, Mesh, devices_of, place, sampling_devices, shardings, to_devices, to_numpy
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl import own_devices
-from grpo_jax.rl.own_devices import balance, make_give, make_take, moving_bytes
+from grpo_jax.rl.own_devices import balance_devices, make_give, make_take, moving_bytes
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.source import Sampler
 from grpo_jax.runs.folder import WAIT_SHARES
@@ -200,9 +200,9 @@ def test_delays_in_grading_change_no_bit(tmp_path):
 
 def test_the_balance_is_where_nobody_would_wait():
     """A sampler of 4 devices that works half of the time has the work of 2, and a trainer of 4 that of 3.2."""
-    assert "about 3 sampler_devices of 8, where there are 4" in balance(4, 4, 0.2, 0.5)
-    assert "about 1 sampler_devices of 4" in balance(1, 3, 0.0, 1.0)
-    assert "about 3 sampler_devices of 4" in balance(2, 2, 1.0, 0.0)
+    assert "about 3 sampler_devices of 8, where there are 4" in balance_devices(4, 4, 0.2, 0.5)
+    assert "about 1 sampler_devices of 4" in balance_devices(1, 3, 0.0, 1.0)
+    assert "about 3 sampler_devices of 4" in balance_devices(2, 2, 1.0, 0.0)
 
 
 @pytest.mark.slow
