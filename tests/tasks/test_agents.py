@@ -298,18 +298,13 @@ def test_servers_sample_the_turns_of_agents(monkeypatch):
     """The engine gives what our sampler drew, if a request's prompt holds the ids of all turns before."""
     own, turns, noise = by_environment(), {}, noise_of(0, SAMPLING, 0)
 
-    class Engine:
-        rounding = 1.0
+    def submit(self, params, requests, journal=None):
+        bodies, answer = [request.body for request in requests], Future()
+        answer.set_result([turns.pop((x["seed"], tuple(x["prompt"]), x["max_tokens"])) for x in bodies])
+        return answer
 
-        def __init__(self, *_, **options):
-            pass
-
-        def submit(self, params, requests):
-            bodies, answer = [request.body for request in requests], Future()
-            answer.set_result([turns.pop((x["seed"], tuple(x["prompt"]), x["max_tokens"])) for x in bodies])
-            return answer
-
-    monkeypatch.setattr("grpo_jax.engines.sampler.Engine", Engine)
+    monkeypatch.setattr("grpo_jax.engines.servers.Engine._connect", lambda self, server: None)
+    monkeypatch.setattr("grpo_jax.engines.servers.Engine.submit", submit)
     model = Pretrained(SHAPE, PARAMS, CHAT.tokenizer, CHAT.eos_ids, Path("model"))
     with opened_agent(talk) as opened:
         task = task_of(opened.begin(ROWS), opened)
