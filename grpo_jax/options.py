@@ -9,6 +9,7 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from functools import cache
 from numbers import Integral
 from pathlib import Path
 from types import UnionType
@@ -157,6 +158,9 @@ def options_of(config: Any) -> dict[str, Any]:
     return options
 
 
+_type_hints = cache(get_type_hints)  # a command asks for them dozens of times
+
+
 def option_types(config_class: type, *, include_extras: bool = False) -> dict[str, Any]:
     """Returns the types of a config's options, by name.
 
@@ -165,7 +169,7 @@ def option_types(config_class: type, *, include_extras: bool = False) -> dict[st
       include_extras: True to keep the ranges of types, as in `typing.get_type_hints`.
     """
     types: dict[str, Any] = {}
-    hints = get_type_hints(config_class, include_extras=include_extras)
+    hints = _type_hints(config_class, include_extras=include_extras)
     for name in (field.name for field in dataclasses.fields(config_class)):
         is_group = dataclasses.is_dataclass(hints[name])
         types |= option_types(hints[name], include_extras=include_extras) if is_group else {name: hints[name]}

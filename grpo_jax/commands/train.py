@@ -103,6 +103,7 @@ def command(args: list[str] | None = None) -> None:
     with flags.refusing():
         method = method_of(args)
         module = module_of(method)
-        args = [_with_current_name(arg, option_types(module.Config)) for arg in args]
+        known = option_types(module.Config)
+        args = [_with_current_name(arg, known) for arg in args]
         check_flags(method, args)
     flags.main(module.Config, module.main, module.__doc__, args)
