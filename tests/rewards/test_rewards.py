@@ -99,8 +99,13 @@ def file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def actor(file):
-    """One completion a call, so that what follows a bad one shows that grading continues."""
-    with Grader(f"{file}:act", chunk=1, workers=1, deadline=0.5, budget=30.0, memory_mb=1000) as grader:
+    """One completion a call, so that what follows a bad one shows that grading continues.
+
+    The file imports numpy, as many do. Within a call that could take longer than the deadline.
+    """
+    arrays = file.with_name("arrays_actions.py")
+    arrays.write_text(f"import numpy{FILE}")
+    with Grader(f"{arrays}:act", chunk=1, workers=1, deadline=0.5, budget=30.0, memory_mb=1000) as grader:
         yield grader
 
 
