@@ -58,10 +58,6 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
     _share_contexts()
-    if os.environ.get("SHARE"):
-        from shared_programs import share_programs
-
-        share_programs()
 
 
 @functools.cache
